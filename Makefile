@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all the set-up a fresh machine needs: Python 3.11+ and pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two processes with a thread each beat one with two: the tests are many and small.
+JOBS ?= 2
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(STAMP)
+
+# Installed again whenever what to install has changed; constraints.txt keeps torch a CPU build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TEMPER needs Python 3.11 or newer, this is " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,dev]'
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/temper params --plot demo/parameters.png
+	$(BIN)/python examples/toy_network.py --out demo
+
+test: setup lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/routing.py
+
+clean:
+	rm -rf $(VENV) demo build src/*.egg-info

@@ -1,0 +1,124 @@
+"""One hyper-connection: read the streams, run the branch, mix and write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from temper.config import RouterConfig
+from temper.ops import naive
+from temper.router import Router, no_autocast
+from temper.routing import Routing
+
+Branch = Callable[..., Any]
+
+
+class State(NamedTuple):
+    """What `begin` leaves for `finish`."""
+
+    streams: Tensor
+    routing: Routing | None
+
+
+class HyperConnection(Router):
+    """A residual connection with N streams around a branch f: R^D -> R^D.
+
+        x = sum_n pre[n] H[n],   H'[m] = sum_n res[m, n] H[n] + post[m] f(x)
+
+    Three ways to use one, all the same mathematics:
+
+        hc = HyperConnection(config, branch=f);   streams = hc(streams, mask=mask)
+        hc = HyperConnection(config);             x, state = hc.begin(streams); streams = hc.finish(state, f(x))
+        hc = HyperConnection(config);             f = hc.decorate(f); streams = f(streams, mask=mask)
+
+    With one stream, or the `residual` preset, it is `x + f(x)` bit for bit and has no parameters.
+
+    Args:
+        config: from `temper.preset`.
+        layer_index: which site of the network this is (2l for attention, 2l + 1 for the MLP of block l).
+        branch: a module or function; its own pre-norm is inside it. What it takes after x, and what
+            it returns after y in a tuple or list, passes through.
+    """
+
+    def __init__(self, config: RouterConfig, *, layer_index: int = 0, branch: Branch | None = None) -> None:
+        super().__init__(config, layer_index=layer_index)
+        if branch is not None and not callable(branch):
+            raise TypeError(f"branch must be a module or a function, got {type(branch).__name__}")
+        self.branch = branch
+        # Called with (site, streams, routing) for every forward; see temper.diagnostics.
+        self.observers: tuple[Callable[[HyperConnection, Tensor, Routing], None], ...] = ()
+
+    def begin(self, streams: Tensor) -> tuple[Tensor, State]:
+        """The branch input and what `finish` needs: (..., N, D) -> (..., D), state."""
+        self.check_streams(streams)
+        if self.config.is_residual:
+            self._observe(streams, None)
+            return streams.select(-2, 0), State(streams, None)
+        routing = self.route_wide(streams)
+        self._observe(streams, routing)
+        with no_autocast(streams):
+            return naive.read(streams, routing.pre), State(streams, routing)
+
+    def finish(self, state: State, y: Tensor) -> Tensor:
+        """The next streams from the branch output: state, (..., D) -> (..., N, D)."""
+        streams, routing = state
+        _check_output(streams, y)
+        if routing is None:
+            return streams + y.unsqueeze(-2)
+        with no_autocast(streams):
+            return naive.write(streams, y, routing.res, routing.post)
+
+    def read(self, streams: Tensor, routing: Routing) -> Tensor:
+        """x = sum_n pre[n] H[n]: (..., N, D) -> (..., D)."""
+        self.check_streams(streams)
+        with no_autocast(streams):
+            return naive.read(streams, routing.pre)
+
+    def write(self, streams: Tensor, y: Tensor, routing: Routing) -> Tensor:
+        """H'[m] = sum_n res[m, n] H[n] + post[m] y: (..., N, D), (..., D) -> (..., N, D)."""
+        self.check_streams(streams)
+        _check_output(streams, y)
+        with no_autocast(streams):
+            return naive.write(streams, y, routing.res, routing.post)
+
+    def forward(self, streams: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The next streams; where the branch returns more than y, the same structure with streams in its place."""
+        if self.branch is None:
+            raise ValueError("this HyperConnection has no branch: give it one, or use begin and finish")
+        return self._around(self.branch, streams, *args, **kwargs)
+
+    def decorate(self, branch: Branch) -> Branch:
+        """A function of x made a function of streams."""
+
+        @functools.wraps(branch)
+        def routed(streams: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return self._around(branch, streams, *args, **kwargs)
+
+        return routed
+
+    def _around(self, branch: Branch, streams: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x, state = self.begin(streams)
+        out = branch(x, *args, **kwargs)
+        if isinstance(out, Tensor):
+            return self.finish(state, out)
+        if not isinstance(out, tuple | list) or not out or not isinstance(out[0], Tensor):
+            raise TypeError(
+                f"the branch returned {type(out).__name__}; expected a tensor, or a tuple or list that begins with one"
+            )
+        rest = [self.finish(state, out[0]), *out[1:]]
+        # A named tuple takes its fields one by one.
+        return type(out)(*rest) if hasattr(out, "_fields") else type(out)(rest)
+
+    def _observe(self, streams: Tensor, routing: Routing | None) -> None:
+        for observer in self.observers:
+            observer(self, streams, self.route_wide(streams) if routing is None else routing)
+
+
+def _check_output(streams: Tensor, y: Tensor) -> None:
+    expected = streams.shape[:-2] + streams.shape[-1:]
+    if not isinstance(y, Tensor) or y.shape != expected:
+        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"the branch output is {got}; expected {tuple(expected)}, the shape of what it was given")

@@ -1,0 +1,1 @@
+"""What the routing does while a network runs."""

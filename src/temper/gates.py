@@ -1,0 +1,66 @@
+"""Gates: how logits become the weights of reading and writing, and where their biases start."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from temper.registry import Registered
+
+
+class Gates(Registered, ABC, family="gates"):
+    """The two ends of a site: `squash` acts on what the generators give, `pre` and `post` on the logits."""
+
+    def __init__(self, pre_eps: float = 0.0) -> None:
+        # DeepSeek-V4 keeps every read weight above a small number.
+        self.pre_eps = pre_eps
+
+    def squash(self, dynamic: Tensor) -> Tensor:
+        """What the token-dependent part goes through before the gate scales it."""
+        return dynamic
+
+    @abstractmethod
+    def pre(self, logits: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def post(self, logits: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def initial_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
+        """The biases of pre and post for a site that starts on stream `index`."""
+
+
+class Sigmoid(Gates, name="sigmoid"):
+    """pre = sigmoid(logits) + pre_eps, post = 2 sigmoid(logits): the form of mHC and of the paper."""
+
+    def pre(self, logits: Tensor) -> Tensor:
+        pre = logits.sigmoid()
+        return pre + self.pre_eps if self.pre_eps else pre
+
+    def post(self, logits: Tensor) -> Tensor:
+        return 2 * logits.sigmoid()
+
+    def initial_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
+        bias = torch.full((num_streams,), -1.0)
+        bias[index] = 1.0
+        return bias, bias.clone()
+
+
+class Tanh(Gates, name="tanh"):
+    """gate * tanh(Z) + bias and nothing after it, for pre, res and post: the form of the original HC."""
+
+    def squash(self, dynamic: Tensor) -> Tensor:
+        return dynamic.tanh()
+
+    def pre(self, logits: Tensor) -> Tensor:
+        return logits + self.pre_eps if self.pre_eps else logits
+
+    def post(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def initial_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
+        pre = torch.zeros(num_streams)
+        pre[index] = 1.0
+        return pre, torch.ones(num_streams)

@@ -1,0 +1,160 @@
+"""What every generator is: a stored tensor W, seen as a bottleneck of two maps.
+
+Letters: N streams, D features, R bottleneck, O output modes (one or more).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from temper.registry import Registered
+
+Modes = tuple[int, ...]
+Rank = int | float | tuple[int, ...] | None
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Generator(Registered, nn.Module, family="generator"):
+    """A tensor W of shape (N, D, *out_modes) that turns normed streams into logits.
+
+        Z[o] = sum_{n,d} Hhat[n, d] W[n, d, o] = sum_r (sum_{n,d} Hhat[n, d] in_map[r, n, d]) out_map[r, o]
+
+    A generator knows its modes and nothing of the mixer behind them. A new one is a subclass in a
+    file of its own: it says which tensors it stores (`shapes`), how they start
+    (`reset_parameters`), what its two maps are (`maps`) and how to come closest to a dense W
+    (`assign_dense`). See docs/adding-a-generator.md.
+    """
+
+    # Whether `rank` is an option; a generator without ranks leaves it False.
+    ranked: ClassVar[bool] = False
+
+    def __init__(self, in_modes: Modes, out_modes: Modes, *, init_std: float | None = None) -> None:
+        super().__init__()
+        self.in_modes, self.out_modes = self.check_modes(in_modes, out_modes)
+        if init_std is not None and not (isinstance(init_std, int | float) and 0 <= init_std < math.inf):
+            raise ValueError(f"init_std is {init_std!r}; expected a finite number >= 0, or None for the default")
+        self.init_std = init_std
+
+    @classmethod
+    def check_modes(cls, in_modes: Sequence[int], out_modes: Sequence[int]) -> tuple[Modes, Modes]:
+        """The modes as tuples, or a ValueError that says which one cannot be."""
+        in_modes, out_modes = tuple(in_modes), tuple(out_modes)
+        if len(in_modes) != 2:
+            raise ValueError(f"in_modes is {in_modes}; expected (num_streams, dim)")
+        if not out_modes:
+            raise ValueError("out_modes is empty; expected at least one output mode")
+        for mode in in_modes + out_modes:
+            if not isinstance(mode, int) or mode < 1:
+                raise ValueError(f"modes are {in_modes} -> {out_modes}; every mode must be a whole number >= 1")
+        return in_modes, out_modes
+
+    @classmethod
+    def resolve_rank(cls, in_modes: Modes, out_modes: Modes, rank: Rank) -> Rank:
+        """The rank in full: defaults filled in, fractions turned into numbers, limits checked."""
+        return None
+
+    @classmethod
+    def shapes(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> Shapes:
+        """Name and shape of every trainable tensor, without allocating one."""
+        raise NotImplementedError
+
+    @classmethod
+    def frozen_shapes(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> Shapes:
+        """Name and shape of every tensor that is saved but not trained."""
+        return {}
+
+    @classmethod
+    def fold_flops(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> int:
+        """FLOPs of making the two maps, once per forward whatever the number of tokens."""
+        return 0
+
+    @classmethod
+    def bottleneck(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> int:
+        """R, the number of rows of the two maps."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Sets every tensor to its initial value."""
+        raise NotImplementedError
+
+    def maps(self) -> tuple[Tensor, Tensor]:
+        """The bottleneck, differentiable in the parameters: in_map (R, N, D) and out_map (R, *out_modes)."""
+        raise NotImplementedError
+
+    def assign_dense(self, weight: Tensor) -> None:
+        """Overwrites the stored tensors with the best this generator finds for a dense W."""
+        raise NotImplementedError
+
+    def to_dense(self) -> Tensor:
+        """W itself, (N, D, *out_modes)."""
+        in_map, out_map = self.maps()
+        return torch.tensordot(in_map.movedim(0, -1), out_map, dims=1)
+
+    @classmethod
+    def from_dense(cls, weight: Tensor, rank: Rank = None, **options: Any) -> Self:
+        """A generator close to a dense W of shape (N, D, *out_modes): exact at full rank."""
+        if not isinstance(weight, Tensor) or weight.ndim < 3:
+            raise ValueError(
+                f"from_dense wants a tensor (num_streams, dim, *out_modes), got "
+                f"{tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__}"
+            )
+        if not weight.is_floating_point() or not torch.isfinite(weight).all():
+            raise ValueError("from_dense wants a finite floating-point tensor")
+        if cls.ranked:
+            options["rank"] = rank
+        elif rank is not None:
+            raise ValueError(f"the {cls.name} generator has no rank, got rank={rank!r}")
+        modes = tuple(weight.shape)
+        # Nothing random is drawn for values that are overwritten at once.
+        with torch.device("meta"):
+            generator = cls(modes[:2], modes[2:], **options)
+        generator = generator.to(weight.dtype).to_empty(device=weight.device)
+        with torch.no_grad():
+            generator.assign_dense(weight.detach())
+        return generator
+
+    def extra_repr(self) -> str:
+        rank = f", rank={self.rank}" if self.ranked else ""
+        return f"{self.in_modes} -> {self.out_modes}{rank}"
+
+
+def check_rank(generator: str, what: str, rank: object, limit: int) -> int:
+    """`rank` if it is a whole number in 1..limit, else a ValueError that names all three."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise ValueError(f"{generator} rank of {what} is {rank!r}; expected a whole number")
+    if not 1 <= rank <= limit:
+        raise ValueError(f"{generator} rank {rank} of {what} is out of range: expected 1 to {limit}")
+    return rank
+
+
+def fraction_of(generator: str, fraction: float, modes: Modes) -> int:
+    """How many parameters a fraction of the dense tensor is."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"{generator} rank {fraction!r} is a fraction of the dense parameters; expected 0 < rank <= 1")
+    return int(fraction * math.prod(modes))
+
+
+def ranks_within(budget: int, limits: Sequence[int], count: Callable[[tuple[int, ...]], int]) -> tuple[int, ...]:
+    """The largest ranks in proportion to their limits whose parameters stay within the budget (at least 1 each)."""
+
+    def ranks(scale: float) -> tuple[int, ...]:
+        return tuple(max(1, int(scale * limit)) for limit in limits)
+
+    low, high = 0.0, 1.0
+    if count(ranks(high)) <= budget:
+        return ranks(high)
+    # The count only grows with the scale, and 50 halvings are finer than any rank step.
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if count(ranks(middle)) <= budget else (low, middle)
+    return ranks(low)
+
+
+def count(shapes: Shapes) -> int:
+    """The number of entries of all these shapes."""
+    return sum(math.prod(shape) for shape in shapes.values())

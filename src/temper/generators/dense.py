@@ -1,0 +1,41 @@
+"""W itself: what HC's descendants mHC, mHC-lite and KromHC store."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from temper.generators.base import Generator, Modes, Shapes
+
+
+class Dense(Generator, name="dense"):
+    """The full tensor, N * D * prod(out_modes) parameters; starts at zero."""
+
+    def __init__(self, in_modes: Modes, out_modes: Modes, *, init_std: float | None = None) -> None:
+        super().__init__(in_modes, out_modes, init_std=init_std)
+        self.weight = nn.Parameter(torch.empty(self.in_modes + self.out_modes))
+        self.reset_parameters()
+
+    @classmethod
+    def shapes(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> Shapes:
+        return {"weight": in_modes + out_modes}
+
+    @classmethod
+    def bottleneck(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> int:
+        return math.prod(out_modes)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.normal_(0, self.init_std) if self.init_std else self.weight.zero_()
+
+    def maps(self) -> tuple[Tensor, Tensor]:
+        in_map_RND = self.weight.flatten(2).movedim(-1, 0)
+        rows = in_map_RND.shape[0]
+        eye = torch.eye(rows, dtype=self.weight.dtype, device=self.weight.device)
+        return in_map_RND, eye.unflatten(-1, self.out_modes)
+
+    def assign_dense(self, weight: Tensor) -> None:
+        self.weight.copy_(weight)

@@ -1,0 +1,61 @@
+"""One map of the features, applied to every stream alike: the generator of the original HC."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from temper.generators.base import Generator, Modes, Shapes
+
+
+class PerStream(Generator, name="per-stream"):
+    """W[n, d, o.., n'] = w[d, o..] where n = n', else 0: stream n alone decides what is read from it.
+
+    The last output mode is the stream that the logit speaks of, so it must have N entries:
+    D -> 1 per stream for pre and post, D -> N per stream for res. Starts at zero.
+
+    Reference: Zhu et al., Hyper-Connections, 2025.
+    """
+
+    def __init__(self, in_modes: Modes, out_modes: Modes, *, init_std: float | None = None) -> None:
+        super().__init__(in_modes, out_modes, init_std=init_std)
+        self.weight = nn.Parameter(torch.empty(self.in_modes[1:] + self.out_modes[:-1]))
+        self.reset_parameters()
+
+    @classmethod
+    def check_modes(cls, in_modes: Sequence[int], out_modes: Sequence[int]) -> tuple[Modes, Modes]:
+        in_modes, out_modes = super().check_modes(in_modes, out_modes)
+        if out_modes[-1] != in_modes[0]:
+            raise ValueError(
+                f"the per-stream generator makes one logit per stream: the last of out_modes {out_modes} "
+                f"must be {in_modes[0]}. Use a mixer with (N, N) logits, or another generator."
+            )
+        return in_modes, out_modes
+
+    @classmethod
+    def shapes(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> Shapes:
+        return {"weight": in_modes[1:] + out_modes[:-1]}
+
+    @classmethod
+    def bottleneck(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> int:
+        return math.prod(out_modes)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.normal_(0, self.init_std) if self.init_std else self.weight.zero_()
+
+    def maps(self) -> tuple[Tensor, Tensor]:
+        num_streams = self.in_modes[0]
+        weight_PD = self.weight.flatten(1).T if self.weight.ndim > 1 else self.weight[None]
+        eye_NN = torch.eye(num_streams, dtype=self.weight.dtype, device=self.weight.device)
+        in_map_RND = (weight_PD[:, None, None, :] * eye_NN[..., None]).flatten(0, 1)
+        eye_RR = torch.eye(in_map_RND.shape[0], dtype=self.weight.dtype, device=self.weight.device)
+        return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
+
+    def assign_dense(self, weight: Tensor) -> None:
+        """Least squares: the mean over streams of the entries this form can hold; the rest is dropped."""
+        self.weight.copy_(weight.diagonal(dim1=0, dim2=-1).mean(-1))

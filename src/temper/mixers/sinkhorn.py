@@ -1,0 +1,108 @@
+"""Sinkhorn-Knopp: alternate normalisation of columns and rows (the mixing of mHC)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from temper.mixers.base import Mixer
+
+# Sums over this axis of res (..., M, N) are the row sums, or the column sums.
+AXES = {"rows": -1, "columns": -2}
+
+
+class Sinkhorn(Mixer, name="sinkhorn"):
+    """exp(logits), then `iters` times: columns to sum 1, then rows to sum 1.
+
+    Computed in the log domain, so logits of any size give finite values and gradients. Rows are
+    exact, columns as far as the iteration has converged (docs/math.md says how far that is).
+
+    Args:
+        iters: how many times both axes are normalised; 20 in the paper.
+        tol: a token whose rows and columns all sum to 1 within `tol` is left as it is from then on.
+            Every token stops by itself, so its result never depends on its neighbours.
+        last: the axis normalised last and hence exact, "rows" or "columns".
+        eps: DeepSeek-V4's guard, in the linear domain: added to the first normalised matrix and
+            to every sum that is divided by.
+
+    Reference: Sinkhorn, 1964; Xie et al., mHC, 2026.
+    """
+
+    doubly_stochastic = "rows"
+
+    def __init__(
+        self, num_streams: int, *, iters: int = 20, tol: float | None = None, last: str = "rows", eps: float = 0.0
+    ) -> None:
+        super().__init__(num_streams)
+        if isinstance(iters, bool) or not isinstance(iters, int) or iters < 1:
+            raise ValueError(f"sinkhorn iters is {iters!r}; expected a whole number >= 1")
+        if tol is not None and not tol > 0:
+            raise ValueError(f"sinkhorn tol is {tol!r}; expected a number > 0, or None to run every iteration")
+        if last not in AXES:
+            raise ValueError(f"sinkhorn last is {last!r}; expected 'rows' or 'columns'")
+        if not 0 <= eps < 1:
+            raise ValueError(f"sinkhorn eps is {eps!r}; expected 0 <= eps < 1")
+        self.iters, self.tol, self.last, self.eps = iters, tol, last, eps
+
+    @classmethod
+    def logit_shape_for(cls, num_streams: int) -> tuple[int, ...]:
+        return (num_streams, num_streams)
+
+    @classmethod
+    def flops(cls, num_streams: int, **options: Any) -> int:
+        # Per entry and normalisation: shift, exp, add, subtract; and one exp at the end.
+        return num_streams**2 * (8 * options.get("iters", 20) + 1)
+
+    def initial_bias(self) -> Tensor:
+        return torch.full(self.logit_shape, -8.0).fill_diagonal_(0.0)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        last = AXES[self.last]
+        first = -3 - last
+        return self._guarded(logits, first, last) if self.eps else self._log_domain(logits, first, last)
+
+    def _log_domain(self, logits: Tensor, first: int, last: int) -> Tensor:
+        done = None
+        for _ in range(self.iters):
+            step = logits - logits.logsumexp(first, keepdim=True)
+            step = step - step.logsumexp(last, keepdim=True)
+            logits, done = self._unless(done, logits, step, step.detach().exp(), first)
+            if _all(done):
+                break
+        return logits.exp()
+
+    def _guarded(self, logits: Tensor, first: int, last: int) -> Tensor:
+        matrix = logits.softmax(first) + self.eps
+        matrix = matrix / (matrix.sum(last, keepdim=True) + self.eps)
+        done = None
+        for _ in range(self.iters - 1):
+            step = matrix / (matrix.sum(first, keepdim=True) + self.eps)
+            step = step / (step.sum(last, keepdim=True) + self.eps)
+            matrix, done = self._unless(done, matrix, step, step.detach(), first)
+            if _all(done):
+                break
+        return matrix
+
+    def _unless(
+        self, done: Tensor | None, old: Tensor, new: Tensor, matrix: Tensor, axis: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The new value where a token was not done before, and which tokens are done now.
+
+        Only one axis needs a look: the other one has just been normalised.
+        """
+        if self.tol is None:
+            return new, None
+        if done is not None:
+            new = torch.where(done, old, new)
+        error = (matrix.sum(axis, keepdim=True) - 1).abs().amax((-2, -1), keepdim=True)
+        return new, error <= self.tol if done is None else done | (error <= self.tol)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_streams}, iters={self.iters}, tol={self.tol}, last={self.last!r}, eps={self.eps}"
+
+
+def _all(done: Tensor | None) -> bool:
+    # A compiled graph cannot branch on values: there it runs all iterations, to the same result.
+    return done is not None and not torch.compiler.is_compiling() and not done.is_meta and bool(done.all())

@@ -1,0 +1,71 @@
+"""The RMS norm in front of the generators, with the gain in one of four forms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from temper.generators.base import Shapes
+from temper.registry import unknown
+
+GAINS = ("full", "rank-one", "feature", "none")
+NORMS = ("flat", "per-stream")
+
+
+class StreamNorm(nn.Module):
+    """Hhat = H * rsqrt(mean(H^2) + eps) * g.
+
+    Args:
+        gain: g is "full" (N x D, the paper's), "rank-one" (an N-vector times a D-vector), "feature"
+            (a D-vector, HC's) or "none".
+        norm: the mean runs over all N * D entries ("flat") or over each stream ("per-stream", HC's).
+        eps: added to the mean square.
+        clamp: eps is the least the mean square may be instead of being added to it.
+    """
+
+    def __init__(
+        self,
+        num_streams: int,
+        dim: int,
+        *,
+        gain: str = "full",
+        norm: str = "flat",
+        eps: float = 1e-6,
+        clamp: bool = False,
+    ) -> None:
+        super().__init__()
+        self.per_stream = norm == "per-stream"
+        self.eps, self.clamp = eps, clamp
+        for name, shape in gain_shapes(gain, num_streams, dim).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(1.0)
+
+    def gain(self) -> Tensor | None:
+        """g, broadcastable to (N, D), or None."""
+        parameters = dict(self.named_parameters())
+        if "stream" in parameters:
+            return torch.outer(parameters["stream"], parameters["feature"])
+        return parameters.get("weight")
+
+    def rstd(self, streams: Tensor) -> Tensor:
+        """The reciprocal root mean square: (..., 1, 1), or (..., N, 1) per stream."""
+        mean = streams.square().mean(-1 if self.per_stream else (-2, -1), keepdim=True)
+        return (mean.clamp_min(self.eps) if self.clamp else mean + self.eps).rsqrt()
+
+
+def gain_shapes(gain: str, num_streams: int, dim: int) -> Shapes:
+    """Name and shape of the gain's parameters."""
+    forms: dict[str, Shapes] = {
+        "full": {"weight": (num_streams, dim)},
+        "rank-one": {"stream": (num_streams,), "feature": (dim,)},
+        "feature": {"weight": (dim,)},
+        "none": {},
+    }
+    if gain not in forms:
+        raise unknown("gain", gain, GAINS)
+    return forms[gain]

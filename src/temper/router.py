@@ -1,0 +1,182 @@
+"""From streams to routing: norm, generators, gates and mixer, always in float32 or better."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from temper.config import HEADS, RouterConfig
+from temper.gates import Gates
+from temper.generators import Generator
+from temper.norm import StreamNorm
+from temper.ops import naive
+from temper.routing import Routing
+
+
+class Head(nn.Module):
+    """The logits of pre, res or post: gate * squash(Z) + bias."""
+
+    def __init__(self, generator: Generator) -> None:
+        super().__init__()
+        self.generator = generator
+        self.gate = nn.Parameter(torch.empty(()))
+        self.bias = nn.Parameter(torch.empty(generator.out_modes))
+
+    def reset_parameters(self, initial_bias: Tensor) -> None:
+        with torch.no_grad():
+            self.gate.fill_(0.01)
+            self.bias.copy_(initial_bias)
+        self.generator.reset_parameters()
+
+    def forward(self, bottleneck: Tensor, out_map: Tensor, gates: Gates) -> Tensor:
+        dynamic = gates.squash(torch.tensordot(bottleneck, out_map, dims=1))
+        return self.gate.to(dynamic.dtype) * dynamic + self.bias.to(dynamic.dtype)
+
+
+class StateDictError(ValueError, RuntimeError):
+    """A state dict that does not belong to this module; torch's own callers expect a RuntimeError."""
+
+
+class Router(nn.Module):
+    """What a site decides from its streams: `route` gives pre, res and post for every token.
+
+    Args:
+        config: from `temper.preset`.
+        layer_index: which site of the network this is; it starts on stream `layer_index mod N`.
+    """
+
+    def __init__(self, config: RouterConfig, *, layer_index: int = 0) -> None:
+        super().__init__()
+        if not isinstance(config, RouterConfig):
+            raise TypeError(f"expected a RouterConfig (from temper.preset), got {type(config).__name__}")
+        if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
+            raise ValueError(f"layer_index is {layer_index!r}; expected a whole number >= 0")
+        self.config = config
+        self.layer_index = layer_index
+        self.gates = Gates.named(config.gates)(config.pre_eps)
+        if config.is_residual:
+            return
+        self.mixer = config.build_mixer()
+        self.norm = StreamNorm(
+            config.num_streams,
+            config.dim,
+            gain=config.gain,
+            norm=config.norm,
+            eps=config.norm_eps,
+            clamp=config.norm_clamp,
+        )
+        self.pre, self.res, self.post = (Head(config.build_generator(head)) for head in HEADS)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets every parameter to its initial value, as after building."""
+        if self.config.is_residual:
+            return
+        self.norm.reset_parameters()
+        pre, post = self.gates.initial_bias(self.config.num_streams, self.layer_index % self.config.num_streams)
+        for head, bias in ((self.pre, pre), (self.res, self.mixer.initial_bias()), (self.post, post)):
+            head.reset_parameters(bias)
+
+    def route(self, streams: Tensor) -> Routing:
+        """pre, res and post of every token, in the dtype of the streams.
+
+        Shape:
+            streams: (..., N, D) -> pre (..., N), res (..., M, N), post (..., M).
+        """
+        self.check_streams(streams)
+        routing = self.route_wide(streams)
+        return Routing(*(part.to(streams.dtype) for part in routing))
+
+    def route_wide(self, streams: Tensor) -> Routing:
+        """The same before it is rounded to the dtype of the streams: float32, or float64 for float64."""
+        dtype = torch.promote_types(streams.dtype, torch.float32)
+        if self.config.is_residual:
+            return _plain_routing(streams, dtype)
+        with no_autocast(streams):
+            heads = (self.pre, self.res, self.post)
+            in_maps, out_maps = zip(*(head.generator.maps() for head in heads), strict=True)
+            in_map = torch.cat(in_maps).to(dtype)
+            gain = self.norm.gain()
+            if gain is not None:
+                in_map = in_map * gain.to(dtype)
+            wide = streams.to(dtype)
+            # One pass over the streams serves all three generators.
+            bottleneck = naive.project(wide, in_map, self.norm.rstd(wide))
+            parts = bottleneck.split([part.shape[0] for part in in_maps], dim=-1)
+            pre, res, post = (
+                head(part, out_map.to(dtype), self.gates)
+                for head, part, out_map in zip(heads, parts, out_maps, strict=True)
+            )
+            return Routing(self.gates.pre(pre), self.mixer(res), self.gates.post(post))
+
+    def check_streams(self, streams: Tensor) -> None:
+        """Raises for what cannot be the streams of this site."""
+        if not isinstance(streams, Tensor):
+            raise TypeError(f"streams must be a tensor (..., N, D), got {type(streams).__name__}")
+        num_streams, dim = self.config.num_streams, self.config.dim
+        # A residual site routes nothing, so any number of streams will do.
+        any_number = self.config.mixer is None
+        if streams.ndim < 2 or streams.shape[-1] != dim or not (any_number or streams.shape[-2] == num_streams):
+            raise ValueError(
+                f"streams have shape {tuple(streams.shape)}; expected (..., {num_streams}, {dim}): "
+                f"num_streams={num_streams} and dim={dim}. temper.expand_streams makes them from (..., {dim})."
+            )
+        if not streams.is_floating_point():
+            raise TypeError(f"streams have dtype {streams.dtype}; expected a floating-point dtype")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # torch copies what fits and complains afterwards; here nothing is written unless all of it fits.
+        self._check_state_dict(state_dict, prefix, strict=args[1])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _check_state_dict(self, state_dict: dict[str, Any], prefix: str, strict: bool) -> None:
+        routing = ("norm", "mixer", *HEADS)
+        mine = {key: value for key, value in self.state_dict().items() if key.split(".")[0] in routing}
+        given = {
+            key.removeprefix(prefix): value
+            for key, value in state_dict.items()
+            if key.startswith(prefix) and key.removeprefix(prefix).split(".")[0] in routing
+        }
+        problems = []
+        if strict:
+            problems += [f"missing {key}" for key in mine if key not in given]
+            problems += [f"unexpected {key}" for key in given if key not in mine]
+        for key in mine.keys() & given.keys():
+            if given[key].shape != mine[key].shape:
+                problems.append(f"{key} is {tuple(given[key].shape)}, expected {tuple(mine[key].shape)}")
+            elif not given[key].is_meta and not torch.isfinite(given[key]).all():
+                problems.append(f"{key} has values that are not finite")
+        if problems:
+            shown = "; ".join(sorted(problems)[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+            raise StateDictError(
+                f"this state dict does not fit {prefix or 'this site'} ({self.extra_repr()}): {shown}. Nothing was loaded."
+            )
+
+    def extra_repr(self) -> str:
+        config = self.config
+        if config.mixer is None:
+            return f"residual, dim={config.dim}"
+        generators = "/".join(getattr(config, head).name for head in HEADS)
+        return (
+            f"num_streams={config.num_streams}, dim={config.dim}, generators={generators}, "
+            f"mixer={config.mixer.name}, layer_index={self.layer_index}"
+        )
+
+
+def _plain_routing(streams: Tensor, dtype: torch.dtype) -> Routing:
+    """The routing of x + f(x): read the first stream, keep every stream, write to every stream."""
+    lead, num_streams = streams.shape[:-2], streams.shape[-2]
+    eye = torch.eye(num_streams, dtype=dtype, device=streams.device)
+    ones = torch.ones(num_streams, dtype=dtype, device=streams.device)
+    return Routing(eye[0].expand(*lead, -1), eye.expand(*lead, -1, -1), ones.expand(*lead, -1))
+
+
+def no_autocast(streams: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off on the device of the streams: routing and mixing are not for half precision."""
+    device = streams.device.type
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)

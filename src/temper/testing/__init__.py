@@ -1,0 +1,1 @@
+"""Suites that a new generator or mixer inherits."""

@@ -1,0 +1,1 @@
+"""The lab around `temper`: commands, training and studies. `temper` never imports it."""
