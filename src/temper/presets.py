@@ -61,7 +61,7 @@ def preset(name: str, *, num_streams: int, dim: int, **overrides: Any) -> Router
         # Checked as given, then one: the streams of a residual network would only be copies.
         RouterConfig(num_streams=num_streams, dim=dim, **values)
         return RouterConfig(num_streams=1, dim=dim, **values)
-    choices = {key: Choice.of(part) for key, part in parts.items() if part is not None}
+    choices: dict[str, Any] = {key: Choice.of(part) for key, part in parts.items() if part is not None}
     for option, value in options.items():
         takers = {key for key, choice in choices.items() if option in option_names(_component(key, choice))}
         if not takers:

@@ -152,7 +152,8 @@ class Router(nn.Module):
         if problems:
             shown = "; ".join(sorted(problems)[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
             raise StateDictError(
-                f"this state dict does not fit {prefix or 'this site'} ({self.extra_repr()}): {shown}. Nothing was loaded."
+                f"this state dict does not fit {prefix or 'this site'} ({self.extra_repr()}): {shown}. "
+                "Nothing was loaded."
             )
 
     def extra_repr(self) -> str:

@@ -155,6 +155,16 @@ def ranks_within(budget: int, limits: Sequence[int], count: Callable[[tuple[int,
     return ranks(low)
 
 
+def fill_columns(columns: Tensor, total: int) -> Tensor:
+    """A matrix with random columns added up to `total`.
+
+    Where a rank is larger than a tensor needs, what fills it up meets zeros on the other side: nothing
+    is added to W, yet those zeros have a gradient and can learn, which zeros on both sides could not.
+    """
+    filling = columns.new_empty(columns.shape[0], total - columns.shape[1]).normal_(0, total**-0.5)
+    return torch.cat([columns, filling], dim=1)
+
+
 def count(shapes: Shapes) -> int:
     """The number of entries of all these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from temper.generators.base import Generator, Modes, Rank, Shapes, check_rank, fraction_of
+from temper.generators.base import Generator, Modes, Rank, Shapes, check_rank, fill_columns, fraction_of
 
 
 class CP(Generator, name="cp"):
@@ -67,15 +67,13 @@ class CP(Generator, name="cp"):
         # The longest mode goes last: every other mode costs a factor in the number of terms.
         order = sorted(range(weight.ndim), key=lambda mode: weight.shape[mode])
         terms = sorted(_rank_one_terms(weight.permute(order)), key=lambda term: -term[0])[: self.rank]
-        for factor in self.factors:
-            factor.zero_()
-        for q, (scale, vectors) in enumerate(terms):
+        for mode, factor in enumerate(self.factors):
             # Equal norms in every mode keep the gradients of the factors comparable.
-            for mode, vector in zip(order, vectors, strict=True):
-                self.factors[mode][:, q] = vector * scale ** (1 / weight.ndim)
-        # A term that is zero in every mode could never learn; zero in one mode still adds nothing.
-        for factor in self.factors[:-1]:
-            factor[:, len(terms) :].normal_(0, self.rank**-0.5)
+            columns = [vectors[order.index(mode)] * scale ** (1 / weight.ndim) for scale, vectors in terms]
+            stacked = torch.stack(columns, -1) if columns else factor.new_zeros(factor.shape[0], 0)
+            factor.copy_(fill_columns(stacked, self.rank))
+        # Zero in one mode is enough for a filling term to add nothing.
+        self.factors[-1][:, len(terms) :] = 0
 
 
 def _outer(*factors: Tensor) -> Tensor:

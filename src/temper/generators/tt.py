@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from temper.generators.base import (
@@ -15,6 +16,7 @@ from temper.generators.base import (
     Shapes,
     check_rank,
     count,
+    fill_columns,
     fraction_of,
     ranks_within,
 )
@@ -93,9 +95,10 @@ class TT(Generator, name="tt"):
         carry, left_rank = weight, 1
         for core, mode, r in zip(self.cores, weight.shape, self.rank, strict=False):
             unfolding = carry.reshape(left_rank * mode, -1)
-            left, scales, right = torch.linalg.svd(unfolding, full_matrices=r > min(unfolding.shape))
-            core.copy_(left[:, :r].view(core.shape))
-            carry = left[:, :r].T @ unfolding
+            left = torch.linalg.svd(unfolding, full_matrices=False).U[:, :r]
+            core.copy_(fill_columns(left, r).view(core.shape))
+            # What the filling would carry on is nothing.
+            carry = F.pad(left.T @ unfolding, (0, 0, 0, r - left.shape[1]))
             left_rank = r
         self.cores[-1].copy_(carry.view(self.cores[-1].shape))
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from temper.generators.base import (
@@ -15,6 +16,7 @@ from temper.generators.base import (
     Shapes,
     check_rank,
     count,
+    fill_columns,
     fraction_of,
     ranks_within,
 )
@@ -57,7 +59,7 @@ class Tucker(Generator, name="tucker"):
     def resolve_rank(cls, in_modes: Modes, out_modes: Modes, rank: Rank) -> tuple[int, ...]:
         """One whole number per mode."""
         modes = in_modes + out_modes
-        num_streams, dim = in_modes
+        num_streams = in_modes[0]
         if rank is None:
             # The paper's feature rank: 12 at four streams, 32 at eight.
             wanted = (2, 12 if num_streams == 4 else 4 * num_streams)
@@ -123,12 +125,11 @@ class Tucker(Generator, name="tucker"):
         """HOSVD: the leading left singular vectors of every unfolding."""
         core = weight
         for mode, (factor, r) in enumerate(zip(self.factors, self.rank, strict=True)):
-            unfolding = weight.movedim(mode, 0).flatten(1)
-            # A long mode may have fewer singular vectors than its rank: complete the basis.
-            complete = r > min(unfolding.shape)
-            left = torch.linalg.svd(unfolding, full_matrices=complete).U[:, :r]
-            factor.copy_(left)
-            core = torch.tensordot(core, left, dims=([mode], [0])).movedim(-1, mode)
+            left = torch.linalg.svd(weight.movedim(mode, 0).flatten(1), full_matrices=False).U[:, :r]
+            factor.copy_(fill_columns(left, r))
+            core = torch.tensordot(core, left, dims=([mode], [0]))
+            # What meets the filling is nothing.
+            core = F.pad(core, (0, r - left.shape[1])).movedim(-1, mode)
         self.core.copy_(core)
 
 
