@@ -6,6 +6,7 @@ streams = temper.expand_streams(x, config.num_streams)
 x = temper.reduce_streams(site(streams))
 """
 
+from temper import convert
 from temper.config import Choice, RouterConfig, count_parameters
 from temper.connection import HyperConnection
 from temper.generators import Generator
@@ -24,6 +25,7 @@ __all__ = [
     "Mixer",
     "RouterConfig",
     "Routing",
+    "convert",
     "count_parameters",
     "expand_streams",
     "preset",

@@ -103,8 +103,7 @@ class RouterConfig:
             return
         if missing := [name for name, part in parts.items() if part is None]:
             raise ValueError(f"{', '.join(missing)} missing: give pre, res, post and mixer, or none of them (residual)")
-        mixer = Choice.of(parts["mixer"])
-        _check_options(Mixer.named(mixer.name), mixer)
+        mixer = _complete(Mixer.named(Choice.of(parts["mixer"]).name), Choice.of(parts["mixer"]))
         object.__setattr__(self, "mixer", mixer)
         for head in HEADS:
             object.__setattr__(self, head, self._resolved(head, Choice.of(parts[head])))
@@ -117,7 +116,7 @@ class RouterConfig:
 
     def _resolved(self, head: str, choice: Choice) -> Choice:
         generator = Generator.named(choice.name)
-        _check_options(generator, choice)
+        choice = _complete(generator, choice)
         in_modes, out_modes = generator.check_modes(*self.modes(head))
         if not generator.ranked:
             return choice
@@ -171,17 +170,19 @@ class RouterConfig:
         return cls(**values)
 
 
-def _check_options(component: type[Registered], choice: Choice) -> None:
-    known = option_names(component)
+def _complete(component: type[Registered], choice: Choice) -> Choice:
+    """The choice with every default written out: a saved config means the same when a default changes."""
+    known = option_defaults(component)
     for key in choice.options:
         if key not in known:
             raise unknown(f"option of the {choice.name} {component.family}", key, known)
+    return Choice(choice.name, **{**known, **choice.options})
 
 
-def option_names(component: type[Registered]) -> list[str]:
-    """The options of a generator or mixer: its keyword-only arguments."""
+def option_defaults(component: type[Registered]) -> dict[str, Any]:
+    """The options of a generator or mixer, its keyword-only arguments, with their defaults."""
     parameters = inspect.signature(component).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def parameter_shapes(config: RouterConfig) -> tuple[Shapes, Shapes]:

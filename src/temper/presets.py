@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from temper.config import HEADS, Choice, RouterConfig, option_names
+from temper.config import HEADS, Choice, RouterConfig, option_defaults
 from temper.generators import Generator
 from temper.mixers import Mixer
 from temper.registry import unknown
@@ -63,9 +63,9 @@ def preset(name: str, *, num_streams: int, dim: int, **overrides: Any) -> Router
         return RouterConfig(num_streams=1, dim=dim, **values)
     choices: dict[str, Any] = {key: Choice.of(part) for key, part in parts.items() if part is not None}
     for option, value in options.items():
-        takers = {key for key, choice in choices.items() if option in option_names(_component(key, choice))}
+        takers = {key for key, choice in choices.items() if option in option_defaults(_component(key, choice))}
         if not takers:
-            every = {o for key, choice in choices.items() for o in option_names(_component(key, choice))}
+            every = {o for key, choice in choices.items() for o in option_defaults(_component(key, choice))}
             raise unknown(f"option of the preset {name}", option, [*known, "generator", *every])
         choices |= {key: choices[key].using(**{option: value}) for key in takers}
     return RouterConfig(num_streams=num_streams, dim=dim, **choices, **values)
