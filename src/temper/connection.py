@@ -6,21 +6,23 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from temper.config import RouterConfig
 from temper.ops import naive
-from temper.router import Router, no_autocast
+from temper.router import Router, no_autocast, widen
 from temper.routing import Routing
 
 Branch = Callable[..., Any]
 
 
 class State(NamedTuple):
-    """What `begin` leaves for `finish`."""
+    """What `begin` leaves for `finish`: streams in the precision of the routing, and the dtype they came in."""
 
     streams: Tensor
     routing: Routing | None
+    dtype: torch.dtype
 
 
 class HyperConnection(Router):
@@ -56,33 +58,35 @@ class HyperConnection(Router):
         self.check_streams(streams)
         if self.config.is_residual:
             self._observe(streams, None)
-            return streams.select(-2, 0), State(streams, None)
-        routing = self.route_wide(streams)
+            return streams.select(-2, 0), State(streams, None, streams.dtype)
+        # One wide copy of half-precision streams serves routing, reading and mixing.
+        wide = widen(streams)
+        routing = self.route_wide(wide)
         self._observe(streams, routing)
         with no_autocast(streams):
-            return naive.read(streams, routing.pre), State(streams, routing)
+            return naive.read(wide, routing.pre).to(streams.dtype), State(wide, routing, streams.dtype)
 
     def finish(self, state: State, y: Tensor) -> Tensor:
         """The next streams from the branch output: state, (..., D) -> (..., N, D)."""
-        streams, routing = state
+        streams, routing, dtype = state
         _check_output(streams, y)
         if routing is None:
             return streams + y.unsqueeze(-2)
         with no_autocast(streams):
-            return naive.write(streams, y, routing.res, routing.post)
+            return naive.write(streams, y, routing.res, routing.post).to(dtype)
 
     def read(self, streams: Tensor, routing: Routing) -> Tensor:
         """x = sum_n pre[n] H[n]: (..., N, D) -> (..., D)."""
         self.check_streams(streams)
         with no_autocast(streams):
-            return naive.read(streams, routing.pre)
+            return naive.read(widen(streams), routing.pre).to(streams.dtype)
 
     def write(self, streams: Tensor, y: Tensor, routing: Routing) -> Tensor:
         """H'[m] = sum_n res[m, n] H[n] + post[m] y: (..., N, D), (..., D) -> (..., N, D)."""
         self.check_streams(streams)
         _check_output(streams, y)
         with no_autocast(streams):
-            return naive.write(streams, y, routing.res, routing.post)
+            return naive.write(widen(streams), y, routing.res, routing.post).to(streams.dtype)
 
     def forward(self, streams: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The next streams; where the branch returns more than y, the same structure with streams in its place."""

@@ -92,9 +92,10 @@ class Router(nn.Module):
 
     def route_wide(self, streams: Tensor) -> Routing:
         """The same before it is rounded to the dtype of the streams: float32, or float64 for float64."""
-        dtype = torch.promote_types(streams.dtype, torch.float32)
+        streams = widen(streams)
+        dtype = streams.dtype
         if self.config.is_residual:
-            return _plain_routing(streams, dtype)
+            return _plain_routing(streams)
         with no_autocast(streams):
             heads = (self.pre, self.res, self.post)
             in_maps, out_maps = zip(*(head.generator.maps() for head in heads), strict=True)
@@ -102,9 +103,8 @@ class Router(nn.Module):
             gain = self.norm.gain()
             if gain is not None:
                 in_map = in_map * gain.to(dtype)
-            wide = streams.to(dtype)
             # One pass over the streams serves all three generators.
-            bottleneck = naive.project(wide, in_map, self.norm.rstd(wide))
+            bottleneck = naive.project(streams, in_map, self.norm.rstd(streams))
             parts = bottleneck.split([part.shape[0] for part in in_maps], dim=-1)
             pre, res, post = (
                 head(part, out_map.to(dtype), self.gates)
@@ -167,12 +167,16 @@ class Router(nn.Module):
         )
 
 
-def _plain_routing(streams: Tensor, dtype: torch.dtype) -> Routing:
+def _plain_routing(streams: Tensor) -> Routing:
     """The routing of x + f(x): read the first stream, keep every stream, write to every stream."""
-    lead, num_streams = streams.shape[:-2], streams.shape[-2]
-    eye = torch.eye(num_streams, dtype=dtype, device=streams.device)
-    ones = torch.ones(num_streams, dtype=dtype, device=streams.device)
-    return Routing(eye[0].expand(*lead, -1), eye.expand(*lead, -1, -1), ones.expand(*lead, -1))
+    *lead, num_streams, _ = streams.shape
+    eye = torch.eye(num_streams, dtype=streams.dtype, device=streams.device)
+    return Routing(eye[0].expand(*lead, -1), eye.expand(*lead, -1, -1), torch.ones_like(eye[0]).expand(*lead, -1))
+
+
+def widen(streams: Tensor) -> Tensor:
+    """The streams in the precision of routing and mixing: float32, or float64 if they are."""
+    return streams.to(torch.promote_types(streams.dtype, torch.float32))
 
 
 def no_autocast(streams: Tensor) -> AbstractContextManager[Any]:

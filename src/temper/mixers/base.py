@@ -45,6 +45,11 @@ class Mixer(Registered, nn.Module, family="mixer"):
         """FLOPs per token from logits to res, a multiply and add counted as two, an exp as one."""
         return 0
 
+    @classmethod
+    def saved(cls, num_streams: int, **options: Any) -> int:
+        """Numbers per token that autograd keeps between logits and res."""
+        return 0
+
     def initial_bias(self) -> Tensor:
         """The bias, of shape logit_shape, at which res is (nearly) the identity."""
         raise NotImplementedError

@@ -46,6 +46,10 @@ class Birkhoff(Mixer, name="birkhoff"):
     def flops(cls, num_streams: int, **options: Any) -> int:
         return mixture_flops(num_streams)
 
+    @classmethod
+    def saved(cls, num_streams: int, **options: Any) -> int:
+        return math.factorial(num_streams)
+
     def initial_bias(self) -> Tensor:
         return identity_bias(num_streams=self.num_streams)
 

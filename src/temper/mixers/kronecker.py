@@ -55,6 +55,15 @@ class Kronecker(Mixer, name="kronecker"):
             flops += mixture_flops(factor) + size**2
         return flops
 
+    @classmethod
+    def saved(cls, num_streams: int, **options: Any) -> int:
+        # The weights of every factor, the factors, and the partial products.
+        floats, size = 0, 1
+        for factor in prime_factors(num_streams):
+            floats += math.factorial(factor) + factor**2 + (size**2 if size > 1 else 0)
+            size *= factor
+        return floats
+
     def initial_bias(self) -> Tensor:
         return torch.cat([identity_bias(size) for size in self.sizes])
 

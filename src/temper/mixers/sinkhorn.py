@@ -55,6 +55,11 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         # Per entry and normalisation: shift, exp, add, subtract; and one exp at the end.
         return num_streams**2 * (8 * options.get("iters", 20) + 1)
 
+    @classmethod
+    def saved(cls, num_streams: int, **options: Any) -> int:
+        # Input and sums of every normalisation, and the result.
+        return 2 * options.get("iters", 20) * num_streams * (num_streams + 1) + num_streams**2
+
     def initial_bias(self) -> Tensor:
         return torch.full(self.logit_shape, -8.0).fill_diagonal_(0.0)
 

@@ -1,12 +1,11 @@
 """The operations that touch streams, written plainly: the oracle for every faster path.
 
 Letters: N streams, M destination streams, D features, R bottleneck rows. Everything is computed in
-the dtype of the routing tensors, and what leaves keeps the dtype of the streams.
+the dtype of the streams: widen them first.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -25,13 +24,10 @@ def project(streams: Tensor, in_map: Tensor, rstd: Tensor) -> Tensor:
 
 def read(streams: Tensor, pre: Tensor) -> Tensor:
     """x = sum_n pre[n] H[n]: (..., N, D), (..., N) -> (..., D)."""
-    wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
-    return (pre.to(wide.dtype).unsqueeze(-2) @ wide).squeeze(-2).to(streams.dtype)
+    return (pre.to(streams.dtype).unsqueeze(-2) @ streams).squeeze(-2)
 
 
 def write(streams: Tensor, y: Tensor, res: Tensor, post: Tensor) -> Tensor:
     """H'[m] = sum_n res[m, n] H[n] + post[m] y: (..., N, D), (..., D), (..., M, N), (..., M) -> (..., M, D)."""
-    wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
-    mixed = res.to(wide.dtype) @ wide
-    written = post.to(wide.dtype).unsqueeze(-1) * y.to(wide.dtype).unsqueeze(-2)
-    return (mixed + written).to(streams.dtype)
+    dtype = streams.dtype
+    return res.to(dtype) @ streams + post.to(dtype).unsqueeze(-1) * y.to(dtype).unsqueeze(-2)

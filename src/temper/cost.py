@@ -1,0 +1,82 @@
+"""What a site costs, counted from its configuration: nothing is allocated or run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from temper.config import HEADS, RouterConfig, count_parameters
+from temper.mixers import Mixer
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The price of one site for one forward pass.
+
+    Args:
+        parameters: trainable, what the site adds to the model.
+        frozen_parameters: saved but not trained.
+        flops: of the forward pass, a multiply and add counted as two; a training step takes
+            about three times as many.
+        activation_bytes: what autograd keeps for the backward pass: the streams, the branch output and the
+            routing of every token. The branch itself comes on top.
+    """
+
+    parameters: int
+    frozen_parameters: int
+    flops: int
+    activation_bytes: int
+
+    def __mul__(self, sites: int) -> Cost:
+        """The price of several such sites."""
+        return Cost(*(sites * value for value in vars(self).values()))
+
+    __rmul__ = __mul__
+
+
+def cost(config: RouterConfig, tokens: int, *, dtype: torch.dtype = torch.float32) -> Cost:
+    """Parameters, FLOPs and activation memory of one site.
+
+    Args:
+        tokens: how many pass through the site in one forward.
+        dtype: of the streams; routing is float32 at least.
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        raise ValueError(f"tokens is {tokens!r}; expected a whole number >= 0")
+    trained = count_parameters(config)
+    frozen = count_parameters(config, include_frozen=True) - trained
+    num_streams, dim = config.num_streams, config.dim
+    if config.is_residual:
+        # One add per entry; addition keeps nothing.
+        return Cost(trained, frozen, tokens * dim, 0)
+    assert config.mixer is not None
+    mixer, options = Mixer.named(config.mixer.name), config.mixer.options
+    fold, rows, out_entries, logits = 0, 0, 0, 0
+    for head in HEADS:
+        generator, in_modes, out_modes, generator_options = config.generator(head)
+        bottleneck = generator.bottleneck(in_modes, out_modes, **generator_options)
+        fold += generator.fold_flops(in_modes, out_modes, **generator_options)
+        rows += bottleneck
+        out_entries += bottleneck * math.prod(out_modes)
+        logits += math.prod(out_modes)
+    width = num_streams * dim
+    if config.gain != "none":
+        fold += rows * width
+    # Per token: squares and their sum, the bottleneck, the logits with gate and bias, the gates (four for a
+    # sigmoid), the mixer; then reading, mixing, and scaling and adding what is written.
+    routing = 2 * width + (2 * width + 1) * rows + 2 * out_entries + 2 * logits + 8 * num_streams
+    routing += mixer.flops(num_streams, **options)
+    streams = 2 * width + 2 * num_streams * width + 2 * width
+    # Kept per token: streams, y, norm, the bottleneck twice (before and after the norm), the logits'
+    # dynamic part, pre, post and their sigmoids, res and what the mixer keeps.
+    floats = width + dim + 2 + 2 * rows + logits + 4 * num_streams + num_streams**2
+    floats += mixer.saved(num_streams, **options)
+    if config.norm == "per-stream":
+        # Only one scale per token leaves the sum; with one per stream the normed streams are kept as well.
+        floats += width
+    # Kept once: the maps, before and after the gain.
+    maps = rows * width * (1 if config.gain == "none" else 2) + out_entries
+    size = torch.promote_types(dtype, torch.float32).itemsize
+    return Cost(trained, frozen, fold + tokens * (routing + streams), (maps + tokens * floats) * size)
