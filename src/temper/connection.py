@@ -58,7 +58,7 @@ class HyperConnection(Router):
         self.check_streams(streams)
         if self.config.is_residual:
             self._observe(streams, None)
-            return streams.select(-2, 0), State(streams, None, streams.dtype)
+            return streams.select(-2, 0).contiguous(), State(streams, None, streams.dtype)
         # One wide copy of half-precision streams serves routing, reading and mixing.
         wide = widen(streams)
         routing = self.route_wide(wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,11 +26,11 @@ class Head(nn.Module):
         self.gate = nn.Parameter(torch.empty(()))
         self.bias = nn.Parameter(torch.empty(generator.out_modes))
 
-    def reset_parameters(self, initial_bias: Tensor) -> None:
+    def start_at(self, initial_bias: Tensor) -> None:
+        """Gate and bias as they start; the generator has initial values of its own."""
         with torch.no_grad():
             self.gate.fill_(0.01)
             self.bias.copy_(initial_bias)
-        self.generator.reset_parameters()
 
     def forward(self, bottleneck: Tensor, out_map: Tensor, gates: Gates) -> Tensor:
         dynamic = gates.squash(torch.tensordot(bottleneck, out_map, dims=1))
@@ -69,16 +70,21 @@ class Router(nn.Module):
             clamp=config.norm_clamp,
         )
         self.pre, self.res, self.post = (Head(config.build_generator(head)) for head in HEADS)
-        self.reset_parameters()
+        self._start()
+
+    def _start(self) -> None:
+        pre, post = self.gates.initial_bias(self.config.num_streams, self.layer_index % self.config.num_streams)
+        for head, bias in ((self.pre, pre), (self.res, self.mixer.initial_bias()), (self.post, post)):
+            head.start_at(bias)
 
     def reset_parameters(self) -> None:
-        """Sets every parameter to its initial value, as after building."""
+        """Sets every parameter to its initial value, drawn in the same order as in building."""
         if self.config.is_residual:
             return
         self.norm.reset_parameters()
-        pre, post = self.gates.initial_bias(self.config.num_streams, self.layer_index % self.config.num_streams)
-        for head, bias in ((self.pre, pre), (self.res, self.mixer.initial_bias()), (self.post, post)):
-            head.reset_parameters(bias)
+        for head in (self.pre, self.res, self.post):
+            head.generator.reset_parameters()
+        self._start()
 
     def route(self, streams: Tensor) -> Routing:
         """pre, res and post of every token, in the dtype of the streams.
@@ -127,12 +133,18 @@ class Router(nn.Module):
         if not streams.is_floating_point():
             raise TypeError(f"streams have dtype {streams.dtype}; expected a floating-point dtype")
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As for any module, but all or nothing, and only what is finite."""
         # torch copies what fits and complains afterwards; here nothing is written unless all of it fits.
-        self._check_state_dict(state_dict, prefix, strict=args[1])
+        self._check_state_dict(state_dict, "", strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # Inside a larger model, where torch itself collects what is missing.
+        self._check_state_dict(state_dict, prefix, strict=False)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _check_state_dict(self, state_dict: dict[str, Any], prefix: str, strict: bool) -> None:
+    def _check_state_dict(self, state_dict: Mapping[str, Any], prefix: str, strict: bool) -> None:
         routing = ("norm", "mixer", *HEADS)
         mine = {key: value for key, value in self.state_dict().items() if key.split(".")[0] in routing}
         given = {
