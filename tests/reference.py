@@ -189,10 +189,8 @@ def reference_forward(state, config, streams, y, *, weights=None, mix=None):
         choice, bias = getattr(config, head), state[f"{head}.bias"]
         prefix = f"{head}.generator."
         tensors = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-        if choice.name in WEIGHTS:
-            weight = WEIGHTS[choice.name](tensors, N, bias.shape)
-        else:
-            weight = weights[head].double()
+        known = WEIGHTS.get(choice.name)
+        weight = known(tensors, N, bias.shape) if known else weights[head].double()
         assert weight.shape == (N, D, *bias.shape)
         z = torch.einsum("tsc,sc...->t...", normed, weight)
         if config.gates == "tanh":

@@ -104,8 +104,8 @@ class Router(nn.Module):
             return _plain_routing(streams)
         with no_autocast(streams):
             heads = (self.pre, self.res, self.post)
-            in_maps, out_maps = zip(*(head.generator.maps() for head in heads), strict=True)
-            in_map = torch.cat(in_maps).to(dtype)
+            in_maps, out_maps = zip(*(head.generator.maps(dtype) for head in heads), strict=True)
+            in_map = torch.cat(in_maps)
             gain = self.norm.gain()
             if gain is not None:
                 in_map = in_map * gain.to(dtype)
@@ -113,8 +113,7 @@ class Router(nn.Module):
             bottleneck = naive.project(streams, in_map, self.norm.rstd(streams))
             parts = bottleneck.split([part.shape[0] for part in in_maps], dim=-1)
             pre, res, post = (
-                head(part, out_map.to(dtype), self.gates)
-                for head, part, out_map in zip(heads, parts, out_maps, strict=True)
+                head(part, out_map, self.gates) for head, part, out_map in zip(heads, parts, out_maps, strict=True)
             )
             return Routing(self.gates.pre(pre), self.mixer(res), self.gates.post(post))
 

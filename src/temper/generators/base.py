@@ -82,8 +82,12 @@ class Generator(Registered, nn.Module, family="generator"):
         """Sets every tensor to its initial value."""
         raise NotImplementedError
 
-    def maps(self) -> tuple[Tensor, Tensor]:
-        """The bottleneck, differentiable in the parameters: in_map (R, N, D) and out_map (R, *out_modes)."""
+    def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The bottleneck, differentiable in the parameters: in_map (R, N, D) and out_map (R, *out_modes).
+
+        Args:
+            dtype: what the stored tensors are widened to before they meet each other; their own if None.
+        """
         raise NotImplementedError
 
     def assign_dense(self, weight: Tensor) -> None:

@@ -58,8 +58,8 @@ class CP(Generator, name="cp"):
             for factor in self.factors:
                 factor.normal_(0, std)
 
-    def maps(self) -> tuple[Tensor, Tensor]:
-        stream_RN, feature_RD, *outs_RO = (factor.T for factor in self.factors)
+    def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        stream_RN, feature_RD, *outs_RO = (factor.to(dtype=dtype).T for factor in self.factors)
         return _outer(stream_RN, feature_RD), _outer(*outs_RO)
 
     def assign_dense(self, weight: Tensor) -> None:

@@ -31,11 +31,10 @@ class Dense(Generator, name="dense"):
         with torch.no_grad():
             self.weight.normal_(0, self.init_std) if self.init_std else self.weight.zero_()
 
-    def maps(self) -> tuple[Tensor, Tensor]:
-        in_map_RND = self.weight.flatten(2).movedim(-1, 0)
-        rows = in_map_RND.shape[0]
-        eye = torch.eye(rows, dtype=self.weight.dtype, device=self.weight.device)
-        return in_map_RND, eye.unflatten(-1, self.out_modes)
+    def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        in_map_RND = self.weight.to(dtype=dtype).flatten(2).movedim(-1, 0)
+        eye_RR = torch.eye(in_map_RND.shape[0], dtype=in_map_RND.dtype, device=in_map_RND.device)
+        return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
 
     def assign_dense(self, weight: Tensor) -> None:
         self.weight.copy_(weight)

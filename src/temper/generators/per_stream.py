@@ -48,12 +48,12 @@ class PerStream(Generator, name="per-stream"):
         with torch.no_grad():
             self.weight.normal_(0, self.init_std) if self.init_std else self.weight.zero_()
 
-    def maps(self) -> tuple[Tensor, Tensor]:
-        num_streams = self.in_modes[0]
-        weight_PD = self.weight.flatten(1).T if self.weight.ndim > 1 else self.weight[None]
-        eye_NN = torch.eye(num_streams, dtype=self.weight.dtype, device=self.weight.device)
+    def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        weight = self.weight.to(dtype=dtype)
+        weight_PD = weight.flatten(1).T if weight.ndim > 1 else weight[None]
+        eye_NN = torch.eye(self.in_modes[0], dtype=weight.dtype, device=weight.device)
         in_map_RND = (weight_PD[:, None, None, :] * eye_NN[..., None]).flatten(0, 1)
-        eye_RR = torch.eye(in_map_RND.shape[0], dtype=self.weight.dtype, device=self.weight.device)
+        eye_RR = torch.eye(in_map_RND.shape[0], dtype=weight.dtype, device=weight.device)
         return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
 
     def assign_dense(self, weight: Tensor) -> None:

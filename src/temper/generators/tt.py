@@ -83,8 +83,8 @@ class TT(Generator, name="tt"):
             for core in self.cores:
                 core.normal_(0, std)
 
-    def maps(self) -> tuple[Tensor, Tensor]:
-        stream_1NA, feature_ADR, out_map, *rest = self.cores
+    def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        stream_1NA, feature_ADR, out_map, *rest = (core.to(dtype=dtype) for core in self.cores)
         in_map_RND = torch.tensordot(stream_1NA[0], feature_ADR, dims=1).movedim(-1, 0)
         for core in rest:
             out_map = torch.tensordot(out_map, core, dims=1)

@@ -110,9 +110,9 @@ class Tucker(Generator, name="tucker"):
             for tensor in (self.core, *self.factors):
                 tensor.normal_(0, std)
 
-    def maps(self) -> tuple[Tensor, Tensor]:
-        stream_NA, feature_DB, *outs = self.factors
-        core_RAB = self.core.flatten(2).movedim(-1, 0)
+    def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        stream_NA, feature_DB, *outs = (factor.to(dtype=dtype) for factor in self.factors)
+        core_RAB = self.core.to(dtype=dtype).flatten(2).movedim(-1, 0)
         in_map_RND = stream_NA @ core_RAB @ feature_DB.T
         out_map = outs[0].T
         for factor_OQ in outs[1:]:

@@ -66,48 +66,34 @@ class Sinkhorn(Mixer, name="sinkhorn"):
     def forward(self, logits: Tensor) -> Tensor:
         last = AXES[self.last]
         first = -3 - last
-        return self._guarded(logits, first, last) if self.eps else self._log_domain(logits, first, last)
+        one_round = self._guarded_round if self.eps else _log_round
+        # What goes from round to round is log(res), or res itself where it is guarded by eps.
+        value, done = logits, None
+        for index in range(self.iters):
+            step = one_round(value, first, last, index)
+            value = step if done is None else torch.where(done, value, step)
+            if self.tol is not None:
+                # The axis normalised last is exact; a token that is done stays as it is, and so stays done.
+                matrix = value.detach() if self.eps else value.detach().exp()
+                done = ((matrix.sum(first, keepdim=True) - 1).abs() <= self.tol).all(last, keepdim=True)
+                if _all(done):
+                    break
+        return value if self.eps else value.exp()
 
-    def _log_domain(self, logits: Tensor, first: int, last: int) -> Tensor:
-        done = None
-        for _ in range(self.iters):
-            step = logits - logits.logsumexp(first, keepdim=True)
-            step = step - step.logsumexp(last, keepdim=True)
-            logits, done = self._unless(done, logits, step, step.detach().exp(), first)
-            if _all(done):
-                break
-        return logits.exp()
-
-    def _guarded(self, logits: Tensor, first: int, last: int) -> Tensor:
-        matrix = logits.softmax(first) + self.eps
-        matrix = matrix / (matrix.sum(last, keepdim=True) + self.eps)
-        done = None
-        for _ in range(self.iters - 1):
-            step = matrix / (matrix.sum(first, keepdim=True) + self.eps)
-            step = step / (step.sum(last, keepdim=True) + self.eps)
-            matrix, done = self._unless(done, matrix, step, step.detach(), first)
-            if _all(done):
-                break
-        return matrix
-
-    def _unless(
-        self, done: Tensor | None, old: Tensor, new: Tensor, matrix: Tensor, axis: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The new value where a token was not done before, and which tokens are done now.
-
-        Only one axis needs a look: the other one has just been normalised.
-        """
-        if self.tol is None:
-            return new, None
-        if done is not None:
-            new = torch.where(done, old, new)
-        error = (matrix.sum(axis, keepdim=True) - 1).abs().amax((-2, -1), keepdim=True)
-        return new, error <= self.tol if done is None else done | (error <= self.tol)
+    def _guarded_round(self, value: Tensor, first: int, last: int, index: int) -> Tensor:
+        start = index == 0
+        value = value.softmax(first) + self.eps if start else value / (value.sum(first, keepdim=True) + self.eps)
+        return value / (value.sum(last, keepdim=True) + self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.num_streams}, iters={self.iters}, tol={self.tol}, last={self.last!r}, eps={self.eps}"
 
 
-def _all(done: Tensor | None) -> bool:
+def _log_round(value: Tensor, first: int, last: int, index: int) -> Tensor:
+    value = value - value.logsumexp(first, keepdim=True)
+    return value - value.logsumexp(last, keepdim=True)
+
+
+def _all(done: Tensor) -> bool:
     # A compiled graph cannot branch on values: there it runs all iterations, to the same result.
-    return done is not None and not torch.compiler.is_compiling() and not done.is_meta and bool(done.all())
+    return not torch.compiler.is_compiling() and not done.is_meta and bool(done.all())
