@@ -47,7 +47,7 @@ def wrap(
         selector: which submodules are the blocks: a pattern of names such as "layers.*" (`*` stands for
             one part of a dotted name), or a function of (name, module).
         preset: a name of `temper.PRESETS`, changed by `overrides` as in `temper.preset`.
-        dim: the width; found from the first norm of the first block if left out.
+        dim: the width; found found from the norms of the first block if left out.
         sites: how many residual adds one block has.
 
     Returns:
@@ -111,7 +111,7 @@ class Carrier:
     def __add__(self, other: Any) -> Any:
         return self._add(other) if isinstance(other, Tensor) else self._read + _plain(other)
 
-    __radd__ = __iadd__ = __add__
+    add = __radd__ = __iadd__ = __add__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -212,7 +212,7 @@ def _select(module: nn.Module, selector: Selector) -> Iterator[tuple[str, nn.Mod
         chosen = [(name, child) for name, child in module.named_modules() if selector(name, child)]
         wanted = "the selector"
     elif isinstance(selector, str):
-        chosen = [(name, child) for name, child in module.named_modules() if _matches(name, selector)]
+        chosen = [(name, child) for name, child in module.named_modules() if name and _matches(name, selector)]
         wanted = f"the pattern {selector!r}"
     else:
         raise TypeError(f"selector must be a pattern of names or a function, got {type(selector).__name__}")
@@ -232,10 +232,15 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _width(blocks: dict[str, nn.Module]) -> int:
-    """The width of the residual stream, from the first norm of the first block."""
-    block = next(iter(blocks.values()))
-    for child in block.modules():
-        weight = getattr(child, "weight", None)
-        if "norm" in type(child).__name__.lower() and isinstance(weight, Tensor) and weight.ndim == 1:
-            return weight.shape[0]
-    raise ValueError(f"no norm with a weight in {next(iter(blocks))!r} tells the width: give wrap dim=")
+    """The width of the residual stream, from the norms of the first block."""
+    name, block = next(iter(blocks.items()))
+    # A block's own norms act on its residual; deeper ones may be those of a head.
+    for children in (block.children(), block.modules()):
+        widths = {
+            child.weight.shape[0]
+            for child in children
+            if "norm" in type(child).__name__.lower() and isinstance(child.weight, Tensor) and child.weight.ndim == 1
+        }
+        if len(widths) == 1:
+            return widths.pop()
+    raise ValueError(f"the norms of {name!r} do not tell the width: give wrap dim=")
