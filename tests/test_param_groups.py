@@ -86,6 +86,15 @@ def test_more_embeddings_by_name():
     assert any(p is model.sites[0].branch[1].weight for p in groups["embedding"]["params"])
 
 
+def test_a_hidden_matrix_with_the_shape_of_the_table_is_still_a_matrix():
+    model = nn.ModuleDict(
+        {"wte": nn.Embedding(64, 16), "up": nn.Linear(16, 64, bias=False), "lm_head": nn.Linear(16, 64, bias=False)}
+    )
+    groups = by_name(model)
+    assert [id(p) for p in groups["matrix"]["params"]] == [id(model["up"].weight)]
+    assert [id(p) for p in groups["embedding"]["params"]] == [id(model["wte"].weight), id(model["lm_head"].weight)]
+
+
 def test_wrapped_models_too():
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

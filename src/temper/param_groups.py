@@ -6,12 +6,15 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from temper.config import HEADS
 from temper.router import Router
 
 ROUTING = ("norm", *HEADS)
+
+# What people call the layer that mirrors the largest table.
+OUTPUT_HEADS = ("head", "lm_head", "output", "embed_out", "unembed", "unembedding")
 
 
 def param_groups(
@@ -39,18 +42,18 @@ def param_groups(
     Args:
         lr: written into every group but routing; left to the optimizer if None.
         weight_decay: of "matrix" and "embedding".
-        embeddings: patterns of names to count as embeddings besides `nn.Embedding` and the weights that have
-            the shape of the largest one.
+        embeddings: patterns of names to count as embeddings besides `nn.Embedding` and the output head, which
+            is the weight with the shape of the largest table (the one named like a head if there are several).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"param_groups wants a module, got {type(model).__name__}")
     for name, value in (("lr", lr), ("routing_lr", routing_lr), ("weight_decay", weight_decay)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} is {value!r}; expected a number >= 0")
-    tables = [child.weight for child in model.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)]
-    # A head that is not tied still has the shape of the table it mirrors.
-    head_shape = max((table.shape for table in tables), key=lambda shape: shape.numel(), default=None)
-    table_ids = {id(table) for table in tables}
+    tables: list[Tensor] = [
+        child.weight for child in model.modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag)
+    ]
+    table_ids = {id(table) for table in tables} | _heads(model, tables)
     routing = {
         id(parameter)
         for site in model.modules()
@@ -65,7 +68,7 @@ def param_groups(
         named = any(fnmatch.fnmatchcase(name, pattern) for pattern in embeddings)
         if id(parameter) in routing:
             group = "routing"
-        elif named or id(parameter) in table_ids or (parameter.ndim == 2 and parameter.shape == head_shape):
+        elif named or id(parameter) in table_ids:
             group = "embedding"
         else:
             group = "matrix" if parameter.ndim == 2 else "vector"
@@ -81,3 +84,14 @@ def param_groups(
         for name, parameters in found.items()
         if parameters
     ]
+
+
+def _heads(model: nn.Module, tables: list[Tensor]) -> set[int]:
+    """The ids of untied output heads: they have the shape of the table they mirror."""
+    shape = max((table.shape for table in tables), key=lambda shape: shape.numel(), default=None)
+    tied = {id(table) for table in tables}
+    alike = {name: p for name, p in model.named_parameters() if p.shape == shape and id(p) not in tied}
+    if len(alike) > 1:
+        # A hidden layer may happen to have this shape too.
+        alike = {name: p for name, p in alike.items() if name.removesuffix(".weight").split(".")[-1] in OUTPUT_HEADS}
+    return {id(parameter) for parameter in alike.values()}

@@ -1,0 +1,44 @@
+"""What the documents say is what the code does: their examples run, their suites pass, their links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import temper
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["docs/adding-a-generator.md", "docs/adding-a-mixer.md"])
+def test_the_example_of_a_new_part_passes_its_suite(page, tmp_path):
+    (tmp_path / "test_new_part.py").write_text("\n\n".join(["import temper", *blocks(page)]))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 35
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_table_of_the_readme_is_the_library():
+    rows = re.findall(
+        r"^\| \**`([\w-]+)`\** \|.*?\|.*?\| ([\d,]+) \| ([\d,]+) \|", (ROOT / "README.md").read_text(), re.M
+    )
+    assert [name for name, _, _ in rows] == list(temper.PRESETS)
+    for name, *counts in rows:
+        for num_streams, count in zip((4, 8), counts, strict=True):
+            config = temper.preset(name, num_streams=num_streams, dim=768)
+            assert 24 * temper.count_parameters(config) == int(count.replace(",", "")), name

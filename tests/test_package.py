@@ -1,0 +1,98 @@
+"""The package as it is installed: what importing it costs, who imports whom, which names are public."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import temper
+
+SOURCE = Path(temper.__file__).parents[1]
+
+PUBLIC = {
+    "PRESETS",
+    "Choice",
+    "Cost",
+    "Generator",
+    "HyperConnection",
+    "Mixer",
+    "RouterConfig",
+    "Routing",
+    "convert",
+    "cost",
+    "count_parameters",
+    "expand_streams",
+    "observe",
+    "param_groups",
+    "preset",
+    "reduce_streams",
+    "wrap",
+}
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_public_names():
+    assert set(temper.__all__) == PUBLIC
+    assert {"load_foreign", "export_foreign"} == set(temper.convert.__all__)
+    assert all(hasattr(temper, name) for name in PUBLIC)
+
+
+def test_importing_temper_imports_torch_and_nothing_else():
+    code = """
+import json, sys, torch
+before = set(sys.modules)
+import temper
+print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - before})))
+"""
+    allowed = set(sys.stdlib_module_names) | {"temper", "torch"}
+    assert set(json.loads(python(code))) <= allowed
+
+
+def test_importing_temper_takes_less_than_50_ms_beyond_torch():
+    code = """
+import time, torch
+start = time.perf_counter()
+import temper
+print(time.perf_counter() - start)
+"""
+    # The least of several: what it costs, not what else the machine was doing.
+    assert min(float(python(code)) for _ in range(5)) < 0.050
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "temper").rglob("*.py")), ids=lambda path: path.name)
+def test_temper_imports_only_itself_torch_and_the_standard_library(path):
+    allowed = {"temper", "torch", *sys.stdlib_module_names}
+    if "testing" in path.parts:
+        allowed.add("pytest")
+    assert {name.split(".")[0] for name in imported(path)} <= allowed
+
+
+def test_operations_and_generators_know_nothing_of_what_is_above_them():
+    layers = {
+        "generators": {"generators", "registry"},
+        "mixers": {"mixers", "registry"},
+        "ops": {"ops"},
+    }
+    for package, allowed in layers.items():
+        for path in (SOURCE / "temper" / package).rglob("*.py"):
+            own = {name.split(".")[1] for name in imported(path) if name.startswith("temper.")}
+            assert own <= allowed, path
+
+
+def test_every_module_says_what_it_is():
+    for path in SOURCE.rglob("temper*/**/*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
