@@ -103,16 +103,14 @@ def main() -> int:
                 times[name].append(elapsed)
         print(f"\rround {index}/{arguments.rounds}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    print(
-        f"width {arguments.width}, {arguments.tokens} tokens, {arguments.rounds} rounds, 1 thread, torch {torch.__version__}"
-    )
+    setting = f"width {arguments.width}, {arguments.tokens} tokens, {arguments.rounds} rounds, 1 thread"
+    print(f"{setting}, torch {torch.__version__}")
     print(f"{'variant':24s} {'ms':>8s} {'ratio':>7s}   middle half of the ratios")
     for name, values in times.items():
         ratios = sorted(value / base for value, base in zip(values, times["residual"], strict=True))
         low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        print(
-            f"{name:24s} {1000 * statistics.median(values):8.1f} {statistics.median(ratios):7.3f}   {low:.3f} .. {high:.3f}"
-        )
+        middle = statistics.median(ratios)
+        print(f"{name:24s} {1000 * statistics.median(values):8.1f} {middle:7.3f}   {low:.3f} .. {high:.3f}")
     return 0
 
 
