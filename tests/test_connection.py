@@ -7,6 +7,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import temper
@@ -42,6 +44,28 @@ def test_four_ways_to_the_same_streams(name):
     assert torch.equal(wrapped, by_hand)
     assert torch.equal(wrapped, decorated)
     torch.testing.assert_close(wrapped, laid_open)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(PRESETS),
+    num_streams=st.integers(1, 6),
+    dim=st.integers(1, 9),
+    lead=st.lists(st.integers(0, 3), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    layer_index=st.integers(0, 20),
+)
+def test_any_shape_goes_through_and_back(name, num_streams, dim, lead, dtype, layer_index):
+    config = temper.preset(name, num_streams=num_streams, dim=dim)
+    hc = temper.HyperConnection(config, layer_index=layer_index)
+    streams = torch.randn(*lead, config.num_streams, dim).to(dtype).requires_grad_()
+    x, state = hc.begin(streams)
+    out = hc.finish(state, x.tanh())
+    assert (x.shape, x.dtype) == ((*lead, dim), dtype)
+    assert (out.shape, out.dtype) == (streams.shape, dtype)
+    out.float().square().sum().backward()
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(streams.grad).all()
 
 
 def test_extra_arguments_and_outputs_pass_through():

@@ -6,11 +6,14 @@ streams = temper.expand_streams(x, config.num_streams)
 x = temper.reduce_streams(site(streams))
 """
 
-from temper import convert
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from temper.config import Choice, RouterConfig, count_parameters
 from temper.connection import HyperConnection
 from temper.cost import Cost, cost
-from temper.diagnostics import observe
 from temper.generators import Generator
 from temper.mixers import Mixer
 from temper.param_groups import param_groups
@@ -18,6 +21,10 @@ from temper.presets import PRESETS, preset
 from temper.routing import Routing
 from temper.streams import expand_streams, reduce_streams
 from temper.wrap import wrap
+
+if TYPE_CHECKING:
+    from temper import convert
+    from temper.diagnostics import observe
 
 __version__ = "0.1.0"
 
@@ -40,3 +47,12 @@ __all__ = [
     "reduce_streams",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first asked for: nobody who only trains should wait for them.
+    if name == "convert":
+        return importlib.import_module("temper.convert")
+    if name == "observe":
+        return importlib.import_module("temper.diagnostics").observe
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ class Dense(Generator, name="dense"):
 
     def __init__(self, in_modes: Modes, out_modes: Modes, *, init_std: float | None = None) -> None:
         super().__init__(in_modes, out_modes, init_std=init_std)
-        self.weight = nn.Parameter(torch.empty(self.in_modes + self.out_modes))
+        self.weight = nn.Parameter(torch.empty(self.shapes(self.in_modes, self.out_modes)["weight"]))
         self.reset_parameters()
 
     @classmethod

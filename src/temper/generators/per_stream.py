@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from temper.generators.base import Generator, Modes, Shapes
+from temper.generators.base import Modes, Shapes
+from temper.generators.dense import Dense
 
 
-class PerStream(Generator, name="per-stream"):
+class PerStream(Dense, name="per-stream"):
     """W[n, d, o.., n'] = w[d, o..] where n = n', else 0: stream n alone decides what is read from it.
 
     The last output mode is the stream that the logit speaks of, so it must have N entries:
@@ -20,11 +20,6 @@ class PerStream(Generator, name="per-stream"):
 
     Reference: Zhu et al., Hyper-Connections, 2025.
     """
-
-    def __init__(self, in_modes: Modes, out_modes: Modes, *, init_std: float | None = None) -> None:
-        super().__init__(in_modes, out_modes, init_std=init_std)
-        self.weight = nn.Parameter(torch.empty(self.in_modes[1:] + self.out_modes[:-1]))
-        self.reset_parameters()
 
     @classmethod
     def check_modes(cls, in_modes: Sequence[int], out_modes: Sequence[int]) -> tuple[Modes, Modes]:
@@ -39,14 +34,6 @@ class PerStream(Generator, name="per-stream"):
     @classmethod
     def shapes(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> Shapes:
         return {"weight": in_modes[1:] + out_modes[:-1]}
-
-    @classmethod
-    def bottleneck(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> int:
-        return math.prod(out_modes)
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.weight.normal_(0, self.init_std) if self.init_std else self.weight.zero_()
 
     def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         weight = self.weight.to(dtype=dtype)
