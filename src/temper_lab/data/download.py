@@ -1,0 +1,151 @@
+"""ClimbMix from the hub: shards that resume, are verified, and land by rename."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from temper_lab.data.formats import open_parquet
+from temper_lab.data.sources import DownloadError, Info, Source, SourceError, find_source, sha256_of
+
+REPO = "karpathy/climbmix-400b-shuffle"
+LAST_SHARD = 6542
+# Seconds before each further attempt at a file that stopped arriving; any progress starts the list again.
+PAUSES = (1.0, 4.0, 15.0)
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in total."""
+
+
+def shard_name(index: int) -> str:
+    return f"shard_{index:05d}.parquet"
+
+
+def download(
+    shards: int,
+    folder: str | Path,
+    *,
+    repo: str = REPO,
+    source: str | Path | Source | None = None,
+    last_shard: int = LAST_SHARD,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Brings the first `shards` training shards and the validation shard into a folder.
+
+    Intact files stay, corrupt ones are fetched again, and half of one never has its final name.
+
+    Args:
+        source: None for the hub, the address of a mirror, or a local folder laid out like the data set.
+        last_shard: the number of the validation shard.
+        progress: called with the bytes done and the bytes in total.
+    """
+    if not 1 <= shards <= last_shard:
+        raise ValueError(f"shards is {shards}; expected 1 to {last_shard} (the validation shard comes along)")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    where = find_source(source, repo)
+    names = [shard_name(index) for index in (*range(shards), last_shard)]
+    paths = [folder / name for name in names]
+    try:
+        known = where.info(names)
+    except SourceError as error:
+        if all(path.exists() and _trouble(path, None) is None for path in paths):
+            return paths
+        raise DownloadError(f"cannot reach {where} ({error}). Go online, and run the same command again.") from error
+    if missing := [name for name in names if name not in known]:
+        raise DownloadError(f"{where} has no {', '.join(missing[:3])}; expected the layout of {REPO}")
+
+    wanted = [path for path in paths if not path.exists() or _trouble(path, known[path.name])]
+    total = sum(known[path.name].size for path in wanted)
+    done = 0
+    for path in wanted:
+        _fetch(where, path, known[path.name], partial(_report, progress, done, total))
+        done += path.stat().st_size
+    return paths
+
+
+def _fetch(where: Source, path: Path, info: Info, report: Callable[[int], object]) -> None:
+    """Brings one file under its name, from where an earlier attempt stopped."""
+    # Hidden, so that no corpus takes it for a shard.
+    part = path.with_name(f".{path.name}.part")
+    resumed = part.exists()
+    _receive(where, part, info, report)
+    trouble = _trouble(part, info)
+    if trouble and resumed:
+        # The beginning was of another day, or broken.
+        part.unlink()
+        _receive(where, part, info, report)
+        trouble = _trouble(part, info)
+    if trouble:
+        part.unlink()
+        raise DownloadError(
+            f"{path.name} from {where} is not what was expected: {trouble}. Run the same command again."
+        )
+    os.replace(part, path)
+    _sync(path.parent)
+
+
+def _receive(where: Source, part: Path, info: Info, report: Callable[[int], object]) -> None:
+    """Appends to a partial file until it has its size, patiently."""
+    name = part.name[1:-5]
+    pauses = list(PAUSES)
+    with open(part, "ab") as file:
+        while file.tell() != info.size:
+            before = file.tell() if file.tell() < info.size else 0
+            try:
+                with where.open(name, before) as (start, chunks):
+                    file.truncate(start)
+                    file.seek(start)
+                    for chunk in chunks:
+                        _write(file, chunk)
+                        report(file.tell())
+                if file.tell() < info.size:
+                    raise SourceError(f"it ended after {file.tell():,} of {info.size:,} bytes")
+                break
+            except SourceError as error:
+                pauses = list(PAUSES) if file.tell() > before else pauses
+                if not pauses:
+                    message = f"{name} from {where} stopped at {file.tell():,} bytes ({error}). "
+                    raise DownloadError(message + "Run the same command again to continue from there.") from error
+                time.sleep(pauses.pop(0))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _report(progress: Progress | None, done: int, total: int, here: int) -> None:
+    if progress is not None:
+        progress(done + here, total)
+
+
+def _write(file: BinaryIO, chunk: bytes) -> None:
+    try:
+        file.write(chunk)
+    except OSError as error:
+        # A full disk is not a bad line: no further attempt.
+        raise DownloadError(f"cannot write {file.name} ({error.strerror}). Make room, and run it again.") from error
+
+
+def _trouble(path: Path, info: Info | None) -> str | None:
+    """What is wrong with a file, or None."""
+    size = path.stat().st_size
+    if info is not None and size != info.size:
+        return f"it has {size:,} bytes, expected {info.size:,}"
+    if info is not None and info.sha256 and sha256_of(path) != info.sha256:
+        return f"its SHA-256 is not {info.sha256[:12]}..."
+    try:
+        open_parquet(path).close()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,134 @@
+"""Where shards come from: the hub, a mirror of it, or a local folder laid out like it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+CHUNK = 1 << 20
+
+
+class DownloadError(ValueError):
+    """A shard did not arrive. What did arrive is kept, and the next attempt continues from it."""
+
+
+class SourceError(Exception):
+    """A source stopped answering; worth another attempt."""
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a source says about a file."""
+
+    size: int
+    sha256: str | None = None
+
+
+class Source(Protocol):
+    """Where shards come from."""
+
+    def info(self, names: list[str]) -> dict[str, Info]:
+        """What is known of those files that exist."""
+
+    def open(self, name: str, offset: int) -> AbstractContextManager[tuple[int, Iterator[bytes]]]:
+        """The bytes of a file from an offset on, and the offset they really start at."""
+
+
+class Hub:
+    """A data set on the Hugging Face hub, or on a mirror of it."""
+
+    def __init__(self, repo: str, endpoint: str | None = None) -> None:
+        self.repo = repo
+        self.endpoint = endpoint
+
+    def __str__(self) -> str:
+        return f"{self.endpoint or 'https://huggingface.co'}/datasets/{self.repo}"
+
+    def info(self, names: list[str]) -> dict[str, Info]:
+        import huggingface_hub
+
+        api = huggingface_hub.HfApi(endpoint=self.endpoint)
+        found = {}
+        with _network():
+            for start in range(0, len(names), 100):
+                for file in api.get_paths_info(self.repo, names[start : start + 100], repo_type="dataset"):
+                    if isinstance(file, huggingface_hub.RepoFile):
+                        found[file.path] = Info(file.size, file.lfs.sha256 if file.lfs else None)
+        return found
+
+    @contextmanager
+    def open(self, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        import huggingface_hub
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = huggingface_hub.hf_hub_url(self.repo, name, repo_type="dataset", endpoint=self.endpoint)
+        # Compressed on the way, the offsets would not be those of the file.
+        headers = {**build_hf_headers(), "Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
+        with _network(), get_session().stream("GET", url, headers=headers, timeout=60) as response:
+            hf_raise_for_status(response)
+            # A server that knows no ranges answers 200 and starts from the beginning.
+            yield (offset if response.status_code == 206 else 0), response.iter_bytes(CHUNK)
+
+
+class Folder:
+    """A local folder laid out like the data set, such as a copy on a shared disk."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def info(self, names: list[str]) -> dict[str, Info]:
+        if not self.path.is_dir():
+            raise SourceError("no such folder")
+        files = {name: self.path / name for name in names}
+        return {name: Info(path.stat().st_size, sha256_of(path)) for name, path in files.items() if path.is_file()}
+
+    @contextmanager
+    def open(self, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        with open(self.path / name, "rb") as file:
+            file.seek(offset)
+            yield offset, iter(lambda: file.read(CHUNK), b"")
+
+
+def find_source(source: str | Path | Source | None, repo: str) -> Source:
+    if source is None:
+        return Hub(repo)
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        return Hub(repo, source)
+    return Folder(source) if isinstance(source, str | Path) else source
+
+
+@contextmanager
+def _network() -> Iterator[None]:
+    """Whatever the hub's library and the HTTP library below it raise, as one of two things."""
+    from huggingface_hub.utils import HfHubHTTPError
+
+    try:
+        yield
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status is not None and status < 500 and status not in (408, 429):
+            raise DownloadError(f"the hub refused: {_line(error)}") from error
+        raise SourceError(_line(error)) from error
+    except OSError as error:
+        raise SourceError(_line(error)) from error
+    except Exception as error:
+        # The HTTP library has changed its name between versions of the hub's; its errors share this base's name.
+        if not any(base.__name__ in ("HTTPError", "TransportError") for base in type(error).__mro__):
+            raise
+        raise SourceError(f"{type(error).__name__}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,213 @@
+"""The tokenizer: byte-level BPE with one special token, `<|bos|>`, at the top id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+BOS = "<|bos|>"
+FILE_NAME = "tokenizer.json"
+# 256 bytes and the BOS.
+MIN_VOCAB_SIZE = 257
+
+SPLIT_PATTERN = "|".join(
+    (
+        r"'(?i:[sdmt]|ll|ve|re)",  # English contractions
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word with the one space or sign before it
+        r"\p{N}{1,2}",  # short digit runs: few tokens go to numbers in a small vocabulary
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # signs, and the line end after them
+        r"\s*[\r\n]+",  # line ends
+        r"\s+(?!\S)",  # spaces, but the last one belongs to the next word
+        r"\s+",
+    )
+)
+
+
+class Tokenizer:
+    """Text to ids and back, byte for byte. `train` makes one, `load` reads one."""
+
+    def __init__(self, backend: Backend) -> None:
+        # Text never turns into a special token: "<|bos|>" in a document is seven ordinary characters.
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size()
+        bos = backend.token_to_id(BOS)
+        if bos is None or bos != self.vocab_size - 1:
+            raise ValueError(f"{BOS} has id {bos}; expected the top id, {self.vocab_size - 1}")
+        self.bos: int = bos
+        self._bytes = [*_raw_bytes(backend, bos), b""]
+        self.token_bytes = torch.tensor([len(raw) for raw in self._bytes], dtype=torch.int64)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Trains on texts; the same texts give the same tokenizer.
+
+        Args:
+            vocab_size: with the bytes and the BOS; too little text to find that many tokens gives a smaller one.
+        """
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < MIN_VOCAB_SIZE:
+            raise ValueError(f"vocab_size is {vocab_size!r}; expected at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
+        if isinstance(texts, str):
+            raise ValueError("texts is one string; expected an iterable of strings")
+        backend = Backend(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size - 1,
+            min_frequency=2,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        backend.train_from_iterator(_checked(texts), trainer)
+        backend.add_special_tokens([AddedToken(BOS, normalized=False)])
+        return cls(backend)
+
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
+        """The ids of a text, after a BOS if asked."""
+        return self.encode_batch([text], bos=bos)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, bos: bool = False) -> list[list[int]]:
+        """The ids of many texts, on all cores."""
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:
+            # The backend does not say which text, nor that UTF-8 was the trouble.
+            list(_checked(texts))
+            raise
+        start = [self.bos] if bos else []
+        return [start + encoding.ids for encoding in encodings]
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes of some ids; a special token has none."""
+        table, size = self._bytes, self.vocab_size
+        ids = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        if any(not 0 <= index < size for index in ids):
+            raise ValueError(f"ids from {min(ids)} to {max(ids)}; expected 0 to {size - 1}")
+        return b"".join([table[index] for index in ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids; a character cut in two becomes U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def bytes_per_token(self, texts: Iterable[str]) -> float:
+        """How many bytes of UTF-8 a token stands for, on average, in these texts."""
+        num_bytes = num_tokens = 0
+        for text in texts:
+            num_bytes += len(text.encode())
+            num_tokens += len(self.encode(text))
+        if not num_tokens:
+            raise ValueError("no text to measure bytes per token on")
+        return num_bytes / num_tokens
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the ids."""
+        canonical = json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes `tokenizer.json`, all of it or nothing."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path, temporary = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(self._backend.to_str(pretty=True))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Reads a saved tokenizer, from its file or from the folder that holds it."""
+        path = Path(path)
+        path = path / FILE_NAME if path.is_dir() else path
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except OSError as error:
+            raise ValueError(f"{path}: no tokenizer there ({error.strerror}); expected {FILE_NAME}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a tokenizer file, it is not UTF-8; expected the JSON of `save`") from error
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: truncated or not JSON ({error}); expected a file written by `save`") from error
+        if reason := _foreign(content):
+            raise ValueError(f"{path}: not a tokenizer of this lab: {reason}")
+        try:
+            return cls(Backend.from_str(text))
+        # The backend raises bare Exceptions.
+        except Exception as error:
+            raise ValueError(f"{path}: not a tokenizer of this lab: {error}") from error
+
+
+def _checked(texts: Iterable[str]) -> Iterator[str]:
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"text {index} is a {type(text).__name__}; expected a string")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text {index} has no UTF-8 form ({error.reason}, at character {error.start})") from error
+        yield text
+
+
+def _foreign(content: Any) -> str | None:
+    """Why the content of a tokenizer.json could not be ours, or None."""
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        return "it has no model"
+    if content["model"].get("type") != "BPE":
+        return f"its model is {content['model'].get('type')}, expected BPE"
+    pre = content.get("pre_tokenizer") or {}
+    last = (pre.get("pretokenizers") or [pre])[-1]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return "it is not byte-level"
+    for step in ("normalizer", "post_processor"):
+        if content.get(step) is not None:
+            return f"it has a {step}, which changes texts; expected none"
+    specials = [token.get("content") for token in content.get("added_tokens") or []]
+    if specials != [BOS]:
+        return f"its special tokens are {specials}, expected {BOS} alone"
+    top = len(content["model"].get("vocab") or ())
+    # The backend would quietly move it.
+    if (bos := content["added_tokens"][0].get("id")) != top:
+        return f"{BOS} has id {bos}, expected the top id, {top}"
+    return None
+
+
+def _raw_bytes(backend: Backend, size: int) -> list[bytes]:
+    """The bytes behind each of the first `size` tokens, which the backend writes as printable characters."""
+    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    # Ids with a gap between them have no token, and no bytes.
+    tokens = [backend.id_to_token(index) or "\0" for index in range(size)]
+    try:
+        raw = [bytes(byte_of[char] for char in token) for token in tokens]
+    except KeyError as error:
+        raise ValueError(f"its vocabulary is not made of bytes ({error})") from error
+    if missing := {bytes([byte]) for byte in range(256)}.difference(raw):
+        raise ValueError(f"{len(missing)} of the 256 bytes have no token")
+    return raw
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that stands for each byte in byte-level BPE: itself if it prints, or one from 256 on."""
+    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printing else next(others)) for byte in range(256)]
