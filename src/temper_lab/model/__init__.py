@@ -1,0 +1,6 @@
+"""The backbone: a plain pre-norm transformer whose two residual adds per block are hyper-connections."""
+
+from temper_lab.model.config import ModelConfig
+from temper_lab.model.gpt import GPT
+
+__all__ = ["GPT", "ModelConfig"]
