@@ -1,0 +1,197 @@
+"""Muon: momentum whose direction is made orthogonal, for the matrices inside the blocks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+# One step maps every singular value s to a s + b s^3 + c s^5: steep at 0, and then near 1.
+A, B, C = 3.4445, -4.7750, 2.0315
+# How many steps may run on the Gram matrix alone: its small eigenvalues, squares of small singular values, lose
+# a digit of precision in each.
+GRAM_STEPS = 3
+
+
+class Workspace:
+    """Scratch tensors that live from one step to the next; fresh pages would cost a quarter of the step."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, role: str, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor; it is the caller's until the same role is taken again."""
+        shape = tuple(shape)
+        size, key = math.prod(shape), (role, dtype, device)
+        if key not in self._flat or self._flat[key].numel() < size:
+            self._flat[key] = torch.empty(size, dtype=dtype, device=device)
+        return self._flat[key][:size].view(shape)
+
+
+def orthogonalize(batch_BMN: Tensor, *, steps: int = 5, eps: float = 1e-7, space: Workspace | None = None) -> Tensor:
+    """U V^T, roughly, of every matrix U S V^T of a batch, by Newton-Schulz steps in the dtype of the batch.
+
+    The batch is used as scratch, and the answer may live in `space`.
+    """
+    space = space or Workspace()
+    num, rows, cols = batch_BMN.shape
+    options = {"dtype": batch_BMN.dtype, "device": batch_BMN.device}
+    other = space.take("other", batch_BMN.shape, **options)
+    # Views, so that the Gram matrix is on the short side; a matmul reads and writes transposed memory as well.
+    x, y = (batch_BMN.mT, other.mT) if rows > cols else (batch_BMN, other)
+    short, long = x.shape[-2:]
+
+    def square(role: str) -> Tensor:
+        return space.take(role, (num, short, short), **options)
+
+    # A singular value is at most the Frobenius norm; the steps converge from anywhere in (0, 1].
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    x.div_(norm.clamp_(min=eps))
+    # 4 products of short^3 replace 2 of short^2 long, but only full precision survives them.
+    if long >= 2 * short and x.dtype != torch.bfloat16:
+        return _on_gram(x, y, steps, square, batch_BMN)
+    gram, poly = square("gram"), square("poly")
+    for _ in range(steps):
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=B, alpha=C, out=poly)
+        torch.baddbmm(x, poly, x, beta=A, out=y)
+        x, y = y, x
+    return x.mT if rows > cols else x
+
+
+def _on_gram(x: Tensor, y: Tensor, steps: int, square: Callable[[str], Tensor], batch_BMN: Tensor) -> Tensor:
+    """The same steps on G = X X^T: X' = P X with P = a + b G + c G^2, so G' = P G P, and X is touched at the end."""
+    gram, poly, half, total, spare = (square(role) for role in ("gram", "poly", "half", "total", "spare"))
+    for start in range(0, steps, GRAM_STEPS):
+        last = min(steps - start, GRAM_STEPS) - 1
+        torch.bmm(x, x.mT, out=gram)
+        for index in range(last + 1):
+            factor = poly if index else total
+            torch.baddbmm(gram, gram, gram, beta=B, alpha=C, out=factor).diagonal(dim1=-2, dim2=-1).add_(A)
+            if index < last:
+                torch.bmm(gram, factor, out=half)
+                torch.bmm(half, factor, out=gram)
+            if index:
+                torch.bmm(factor, total, out=spare)
+                total, spare = spare, total
+        torch.bmm(total, x, out=y)
+        x, y = y, x
+    return x if x.shape == batch_BMN.shape else x.mT
+
+
+class Muon(torch.optim.Optimizer):
+    """W <- W - lr sqrt(max(1, rows/cols)) orthogonal(momentum), for two-dimensional weights of hidden layers.
+
+    Float32 on CPU and bfloat16 on CUDA; matrices of equal shape share one batched matmul. Sharded parameters
+    (FSDP2) are gathered, and every rank keeps its shard of the same result.
+
+    Args:
+        momentum: the running mean keeps this much of itself; Nesterov looks one gradient ahead of it.
+        eps: the least norm that an update is divided by.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        weight_decay: float = 0.0,
+        eps: float = 1e-7,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+            if not value >= 0:
+                raise ValueError(f"{name} is {value!r}; expected a number >= 0")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum!r}; expected a number in [0, 1)")
+        if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1:
+            raise ValueError(f"ns_steps is {ns_steps!r}; expected a whole number >= 1")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "weight_decay": weight_decay,
+            "eps": eps,
+        }
+        self._space = Workspace()
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._space = Workspace()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.ndim != 2:
+                raise ValueError(f"Muon is for matrices, got a parameter of shape {tuple(parameter.shape)}")
+            if not parameter.is_floating_point():
+                raise ValueError(f"Muon is for real numbers, got a parameter of dtype {parameter.dtype}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            buckets: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    buckets[tuple(parameter.shape), parameter.dtype, parameter.device].append(parameter)
+            for bucket in buckets.values():
+                self._step_bucket(bucket, group)
+        return loss
+
+    def _step_bucket(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        momentum = group["momentum"]
+        for parameter in parameters:
+            if "momentum" not in self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        grads = [local(parameter.grad) for parameter in parameters]
+        means = [local(self.state[parameter]["momentum"]) for parameter in parameters]
+        torch._foreach_lerp_(means, grads, 1 - momentum)
+
+        first = parameters[0]
+        dtype = torch.bfloat16 if first.is_cuda else torch.promote_types(first.dtype, torch.float32)
+        updates = self._space.take("updates", (len(parameters), *first.shape), dtype, first.device)
+        for update, parameter, grad, mean in zip(updates, parameters, grads, means, strict=True):
+            ahead = grad.lerp(mean, momentum) if group["nesterov"] else mean
+            update.copy_(_gathered(ahead, parameter))
+        updates = orthogonalize(updates, steps=group["ns_steps"], eps=group["eps"], space=self._space)
+
+        rows, cols = first.shape
+        scaled_lr = group["lr"] * math.sqrt(max(1, rows / cols))
+        for parameter, update in zip(parameters, updates, strict=True):
+            shard = local(parameter)
+            if group["weight_decay"]:
+                shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.add_(_sharded(update, parameter), alpha=-scaled_lr)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: what elementwise work needs."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gathered(shard: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return shard
+    # Uneven shards exist, so the full shape is not a multiple of this one's.
+    whole = DTensor.from_local(shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    return whole.full_tensor()
+
+
+def _sharded(whole: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return whole
+    # Every rank computed the same whole, so there is nothing to send: each cuts out its own part.
+    return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
