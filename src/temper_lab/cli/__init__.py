@@ -2,37 +2,92 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 EXTRA = "the `temper` command needs the lab: pip install 'temper[lab]'"
+
+# Name, what it does, and the module that has a function of its last word. Only the module that runs is imported.
+COMMANDS = {
+    "train": ("pretrain a model from a recipe, or resume a run", "temper_lab.cli.train"),
+    "sample": ("let a model continue a prompt", "temper_lab.cli.sample"),
+    "eval bpb": ("bits per byte of a model on a corpus", "temper_lab.cli.eval"),
+    "runs": ("list runs with their status and best bpb", "temper_lab.cli.runs"),
+    "data info": ("what a corpus holds", "temper_lab.cli.data"),
+    "data download": ("bring shards of ClimbMix into a folder", "temper_lab.cli.data"),
+    "tokenizer train": ("train a tokenizer on a corpus", "temper_lab.cli.tokenizer"),
+    "tokenizer info": ("what a tokenizer holds, and its bytes per token", "temper_lab.cli.tokenizer"),
+    "params": ("count the parameters that every method adds", "temper_lab.cli.params"),
+}
+
+EXAMPLES = """\
+a first minute:
+
+  temper train --recipe cpu-smoke --out runs/smoke
+  temper runs runs
+  temper sample --model runs/smoke --prompt "The people"
+  temper eval bpb --model runs/smoke --corpus sotu
+
+`temper COMMAND --help` explains each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; what went wrong goes to stderr in one line, with a non-zero exit code."""
     try:
         import rich  # noqa: F401
-        import tyro
+        import tyro  # noqa: F401
     except ModuleNotFoundError as missing:
         print(f"error: {EXTRA} (no module {missing.name!r} here)", file=sys.stderr)
         return 2
-    from temper_lab.cli.params import params
-
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = next((" ".join(words[:count]) for count in (1, 2) if " ".join(words[:count]) in COMMANDS), None)
+    if name is None:
+        return _guide(words)
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"params": params},
-            prog="temper",
-            description="Hyper-connections with tensorized routing: count, compare and study them.",
-            args=arguments,
-        )
+        return _call(name, words[len(name.split()) :])
     except BrokenPipeError:
         # Whoever was reading (head, less) has had enough.
         sys.stderr.close()
         return 0
-    except (ValueError, TypeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"error: {error}" if rank == "0" else f"error (process {rank}): {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    return 0
+
+
+def _call(name: str, words: list[str]) -> int:
+    import tyro
+
+    module = importlib.import_module(COMMANDS[name][1])
+    function, options = getattr(module, name.split()[-1]), {}
+    # A command whose options depend on its arguments says so itself.
+    if prepare := getattr(module, "prepare", None):
+        function, options = prepare(words)
+    return tyro.cli(function, prog=f"temper {name}", args=words, **options) or 0
+
+
+def _guide(words: list[str]) -> int:
+    """The list of commands; to stderr with an exit code of 2 if something else was asked for."""
+    group = words[0] if words else ""
+    wanted = [name for name in COMMANDS if name.startswith(f"{group} ")]
+    is_asked = not words or (words[-1] in ("-h", "--help") and (len(words) == 1 or bool(wanted)))
+    out = sys.stdout if is_asked and words else sys.stderr
+    if not is_asked and not (wanted and len(words) == 1):
+        given = " ".join(words[:2] if wanted else words[:1])
+        near = difflib.get_close_matches(given, COMMANDS, n=2, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
+        print(f"error: unknown command `{given}`.{hint}\n", file=out)
+    print(
+        "usage: temper COMMAND [OPTIONS]\n\nHyper-connections with tensorized routing: count, train and study.\n",
+        file=out,
+    )
+    for name in wanted or COMMANDS:
+        print(f"  {name:<16} {COMMANDS[name][0]}", file=out)
+    print(f"\n{EXAMPLES}", file=out)
+    return 0 if out is sys.stdout else 2

@@ -1,0 +1,54 @@
+"""`temper runs`: which runs there are and how they went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+
+def runs(
+    folder: Annotated[Path, tyro.conf.Positional] = Path("."),
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """List the runs in a folder with their status and best bpb.
+
+        temper runs
+        temper runs experiments --json
+
+    A run is running, finished, interrupted (resume it), failed, or killed (resume it).
+
+    Args:
+        folder: Where to look, folders below it included.
+        as_json: Print JSON.
+    """
+    from temper_lab.run import find, summary
+
+    lines = [summary(path) for path in find(folder)]
+    if as_json:
+        print(json.dumps(lines, indent=2))
+    elif not lines:
+        print(f"no runs in {folder}")
+    else:
+        _print_table(lines)
+
+
+def _print_table(lines: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("run", "status", "step", "best bpb", "preset", "N", "recipe", "started")
+    table = Table(*columns, box=None)
+    for line in lines:
+        best = "-" if line["best_bpb"] is None else f"{line['best_bpb']:.4f}"
+        step = "-" if line["step"] is None else f"{line['step']:,}/{line['steps']:,}"
+        rest = (str(line.get(key, "-")) for key in ("preset", "num_streams", "recipe", "started"))
+        table.add_row(line["run"], line["status"], step, best, *rest)
+    console = Console()
+    # Into a file or a pipe it goes as wide as it is.
+    (console if console.is_terminal else Console(width=240)).print(table)
+    for line in lines:
+        if "error" in line:
+            print(f"{line['run']}: {line['error']}")

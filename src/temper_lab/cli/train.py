@@ -1,0 +1,134 @@
+"""`temper train`: a recipe, every field of which is an option."""
+
+from __future__ import annotations
+
+import collections.abc
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from temper_lab import recipe as recipes
+from temper_lab.recipe import Recipe
+from temper_lab.run import RunFolder
+
+HELP = """Pretrain a model, or resume a run.
+
+A recipe decides everything, and every field of it is an option:
+
+    temper train --recipe cpu-smoke --out runs/smoke
+    temper train --recipe cpu-small --out runs/cp --model.preset temper-cp --train.steps 50
+    temper train --recipe my-recipe.toml --out runs/mine --train.tensorboard
+
+Ctrl-C saves a checkpoint. Continue from the newest one, bit for bit; the run knows its recipe:
+
+    temper train --out runs/smoke --resume
+
+What it would cost, without doing it:
+
+    temper train --recipe paper-n4 --dry-run
+
+Many processes, copied (DDP) or sharded (FSDP2):
+
+    torchrun --nproc-per-node 2 -m temper_lab train --recipe cpu-smoke --out runs/two
+    torchrun --nproc-per-node 4 -m temper_lab train --recipe paper-n8 --out runs/n8 --train.parallel fsdp
+
+Recipes: {names}.
+
+Args:
+    recipe: A built-in recipe or a TOML file. --help after it shows its values.
+    out: The folder of the run.
+    resume: Continue the run in --out.
+    dry_run: Print parameters, FLOPs, memory and time, and stop.
+"""
+
+
+def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
+    """The function whose defaults are those of the recipe that the arguments name, for tyro."""
+    name, out = _value(words, "recipe"), _value(words, "out")
+    is_resumed = "--resume" in words
+    if name is not None:
+        base = recipes.load(name)
+    elif is_resumed and out is not None and RunFolder(Path(out)).is_run:
+        base, name = _of_run(RunFolder(Path(out)))
+    elif "--help" in words or "-h" in words:
+        base = recipes.load("cpu-smoke")
+    elif is_resumed:
+        raise ValueError(f"{out or '--out'} holds no run to resume (no run.json)")
+    else:
+        raise ValueError(f"--recipe is missing; expected a TOML file or one of {', '.join(recipes.names())}")
+
+    def command(
+        settings: Annotated[Recipe, tyro.conf.arg(name="")] = base,
+        recipe: str | None = None,
+        out: Path | None = None,
+        resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+        dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    ) -> int:
+        return train(settings, out, resume=resume, dry_run=dry_run, recipe_name=recipe or name or "recipe")
+
+    command.__doc__ = HELP.format(names=", ".join(recipes.names()))
+    return command, {"registry": _registry()}
+
+
+def train(recipe: Recipe, out: Path | None, *, resume: bool, dry_run: bool, recipe_name: str) -> int:
+    """Runs a recipe that is complete."""
+    if dry_run:
+        from temper_lab.plan import dry_run as lines
+
+        print("\n".join(lines(recipe)))
+        return 0
+    if out is None:
+        raise ValueError("--out is missing; expected a folder for the run")
+    from temper_lab.train import train as run
+
+    return run(recipe, out, resume=resume, recipe_name=recipe_name)
+
+
+def _of_run(folder: RunFolder) -> tuple[Recipe, str]:
+    content = folder.read()
+    if not isinstance(content.get("recipe"), Mapping):
+        raise ValueError(f"{folder.path}/run.json holds no recipe; give it with --recipe")
+    return Recipe.from_dict(content["recipe"], f"{folder.path}/run.json"), str(content.get("recipe_name"))
+
+
+def _value(words: list[str], option: str) -> str | None:
+    """What the arguments give for an option, before they are parsed for good."""
+    found = None
+    for index, word in enumerate(words):
+        if word == f"--{option}" and index + 1 < len(words):
+            found = words[index + 1]
+        elif word.startswith(f"--{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    """Tables, such as `model.router`, are JSON on the command line."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def table(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type_origin is not collections.abc.Mapping:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="JSON",
+            instance_from_str=lambda words: _table(words[0]),
+            is_instance=lambda value: isinstance(value, Mapping),
+            str_from_instance=lambda value: [json.dumps(value)],
+        )
+
+    return registry
+
+
+def _table(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not a table; expected JSON such as '{{\"rank\": 8}}'")
+    return value

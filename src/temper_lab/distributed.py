@@ -1,0 +1,219 @@
+"""One process or many: who am I, how is the model spread, and how do the processes agree."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from temper_lab.model import GPT
+
+T = TypeVar("T")
+# One process may train a tokenizer while all others wait for it.
+TIMEOUT = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """The sum of every value over all processes."""
+        if self.size == 1:
+            return list(values)
+        # gloo and nccl both want it where the model is.
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, in the order of their ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def first(self, action: Callable[[], T]) -> T:
+        """What the first process gets from an action that it alone does; if it fails there, it fails everywhere."""
+        if self.size == 1:
+            return action()
+        outcome: list[Any] = [None, None]
+        error: BaseException | None = None
+        if self.is_first:
+            try:
+                outcome[1] = action()
+            except BaseException as raised:
+                error, outcome[0] = raised, str(raised) or type(raised).__name__
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        if error is not None:
+            raise error
+        if outcome[0] is not None:
+            # The first process says why; the others leave without repeating it.
+            raise SystemExit(1)
+        return outcome[1]
+
+
+@contextmanager
+def session(device: str = "auto") -> Iterator[World]:
+    """The world that torchrun describes in the environment, or a world of one."""
+    rank, size, place = (int(os.environ.get(key, default)) for key, default in _ENVIRONMENT)
+    where = _device(device, place)
+    if size == 1:
+        yield World(0, 1, where)
+        return
+    dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        yield World(rank, size, where)
+    finally:
+        dist.destroy_process_group()
+
+
+_ENVIRONMENT = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def _device(name: str, place: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"train.device is {name!r}; expected auto, cpu or cuda") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("train.device is 'cuda', and torch sees no GPU here")
+        device = torch.device("cuda", place if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+class Spread:
+    """A model as all processes train it together: alone, copied (DDP) or sharded (FSDP2).
+
+    Args:
+        model: the same on every process.
+        parallel: "ddp" or "fsdp".
+        compile: through `torch.compile`.
+    """
+
+    def __init__(self, model: GPT, world: World, *, parallel: str = "ddp", compile: bool = False) -> None:
+        self.plain = model
+        self.world = world
+        self.is_sharded = parallel == "fsdp"
+        self._whole: list[nn.Parameter] = []
+        # In place, so that no parameter changes its name.
+        if compile:
+            for part in model.blocks if self.is_sharded else [model]:
+                part.compile()
+        self.module: nn.Module = model
+        if self.is_sharded:
+            self._shard()
+        elif world.size > 1:
+            devices = [world.device] if world.device.type == "cuda" else None
+            ddp = nn.parallel.DistributedDataParallel
+            # The only buffers are tables of constants, not worth sending; the option has had two names.
+            known = inspect.signature(ddp).parameters
+            quiet = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+            self.module = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{quiet: False})
+
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+        # FSDP2 cannot cut a scalar, and the gates are scalars: they stay whole, in an order that all processes share.
+        self._whole = [parameter for parameter in self.plain.parameters() if parameter.ndim == 0]
+        ignored = set(self._whole)
+        for block in self.plain.blocks:
+            fully_shard(block, mesh=mesh, ignored_params=ignored)
+        fully_shard(self.plain, mesh=mesh, ignored_params=ignored)
+
+    def portion(self, *, is_last: bool) -> Any:
+        """The context of one forward and backward pass; DDP exchanges gradients in the last of a step only."""
+        is_ddp = isinstance(self.module, nn.parallel.DistributedDataParallel)
+        return self.module.no_sync() if is_ddp and not is_last else nullcontext()
+
+    def exchange(self) -> None:
+        """Averages the gradients that no wrapper averages."""
+        whole = [parameter for parameter in self._whole if parameter.requires_grad]
+        if not whole:
+            return
+        grads = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
+        dist.all_reduce(grads)
+        for parameter, grad in zip(whole, grads / self.world.size, strict=True):
+            parameter.grad = grad.clone()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model by the names of the plain one. Sharded, every process has to call this."""
+        state = self.plain.state_dict()
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over a whole model, or raises ValueError."""
+        mine = self.plain.state_dict()
+        check_fit(mine, state)
+        for name, value in mine.items():
+            if isinstance(value, DTensor):
+                # Every process has read the whole tensor, so each cuts out its own part.
+                whole = state[name].to(value.device)
+                shard = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
+                value.to_local().copy_(shard.to_local())
+            else:
+                value.copy_(state[name])
+
+    @contextmanager
+    def alone(self) -> Iterator[GPT | None]:
+        """A whole model for the first process to generate with, None on the others."""
+        if not self.is_sharded:
+            yield self.plain if self.world.is_first else None
+            return
+        state = self.state_dict()
+        if not self.world.is_first:
+            yield None
+            return
+        with torch.device("meta"):
+            model = GPT(self.plain.config).to(self.plain.head.weight.dtype)
+        model.to_empty(device=self.world.device)
+        model.load_state_dict(state)
+        yield model
+
+
+def check_fit(mine: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless the names and the shapes are the same."""
+    problems = [f"{name} is missing" for name in mine if name not in given]
+    problems += [f"{name} is unexpected" for name in given if name not in mine]
+    problems += [
+        f"{name} has shape {tuple(given[name].shape)}, expected {tuple(value.shape)}"
+        for name, value in mine.items()
+        if name in given and given[name].shape != value.shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise ValueError(f"these weights are of another model: {'; '.join(problems[:4])}{more}")
+
+
+def precision(name: str, device: torch.device) -> tuple[torch.dtype, Callable[[], AbstractContextManager[Any]]]:
+    """The dtype of the weights, and the context that forward passes run in."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    if name == "bfloat16":
+        return torch.float32, lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return getattr(torch, name), nullcontext

@@ -1,0 +1,57 @@
+"""A trained model and its tokenizer, from a model folder or from the folder of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from temper_lab import checkpoint
+from temper_lab.distributed import check_fit
+from temper_lab.model import GPT, ModelConfig
+from temper_lab.run import RunFolder
+from temper_lab.tokenizer import Tokenizer
+
+
+def load(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
+    """Reads a model folder, or the model of a run: the final one, or that of its newest checkpoint."""
+    path = Path(path)
+    if (path / "config.json").is_file() or not RunFolder(path).is_run:
+        return _from_folder(path, device)
+    if (path / "model").is_dir():
+        return _from_folder(path / "model", device)
+    return _from_checkpoint(RunFolder(path), device)
+
+
+def _from_folder(path: Path, device: torch.device | str) -> tuple[GPT, Tokenizer]:
+    folder = checkpoint.load_model(path)
+    return _build(path, folder.config, folder.tensors, Tokenizer.load(folder.file()), device)
+
+
+def _from_checkpoint(run: RunFolder, device: torch.device | str) -> tuple[GPT, Tokenizer]:
+    found, skipped = checkpoint.latest(run.checkpoints)
+    if found is None:
+        raise ValueError("; ".join([f"the run {run.path} has no model and no complete checkpoint yet", *skipped]))
+    tokenizer = Tokenizer.load(run.path)
+    config = {**run.read()["recipe"]["model"], "vocab_size": tokenizer.vocab_size}
+    return _build(found.path, config, found.model(), tokenizer, device)
+
+
+def _build(
+    path: Path, config: dict, tensors: dict[str, torch.Tensor], tokenizer: Tokenizer, device: torch.device | str
+) -> tuple[GPT, Tokenizer]:
+    try:
+        parsed = ModelConfig.from_dict(config)
+        with torch.device("meta"):
+            model = GPT(parsed)
+        check_fit(model.state_dict(), tensors)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if parsed.vocab_size != tokenizer.vocab_size:
+        raise ValueError(
+            f"{path}: the model has {parsed.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}; "
+            "they do not belong together"
+        )
+    model.to_empty(device=device)
+    model.load_state_dict(tensors)
+    return model.eval(), tokenizer

@@ -1,0 +1,152 @@
+"""The folder of a run: what is where in it, who is writing to it, and how it went."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from temper_lab import metrics
+from temper_lab.checkpoint.files import dumps, read_json, sync
+
+FORMAT = "temper-run-1"
+FILE_NAME = "run.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run: `run.json`, `metrics.jsonl`, `checkpoints/` and at the end `model/`."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def is_run(self) -> bool:
+        return (self.path / FILE_NAME).is_file()
+
+    def begin(self, *, resume: bool) -> None:
+        """Makes the folder, or raises ValueError when this is not the folder to start or to resume in."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file; expected a folder for the run")
+        if resume and not self.is_run:
+            raise ValueError(f"{self.path} holds no run to resume (no {FILE_NAME})")
+        if not resume and self.is_run:
+            raise ValueError(f"{self.path} holds a run already; --resume continues it, another --out starts a new one")
+        if not resume and self.path.is_dir() and any(self.path.iterdir()):
+            raise ValueError(f"{self.path} is not empty; expected a new folder for the run")
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Only one process writes to a run. The claim ends with the process, however that ends."""
+        with open(self.path / ".lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(f"another process is training in {self.path}") from error
+            yield
+
+    def is_claimed(self) -> bool:
+        try:
+            with open(self.path / ".lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def read(self) -> dict[str, Any]:
+        """What `run.json` says, or a ValueError."""
+        content = read_json(self.path / FILE_NAME)
+        if content.get("format") != FORMAT:
+            raise ValueError(f"{self.path / FILE_NAME} has format {content.get('format')!r}, expected {FORMAT!r}")
+        return content
+
+    def write(self, **changes: Any) -> None:
+        """Changes some entries of `run.json`, which is never there in part."""
+        content = self.read() if self.is_run else {"format": FORMAT}
+        temporary = self.path / f".{FILE_NAME}.tmp"
+        temporary.write_text(dumps(FILE_NAME, content | changes), encoding="utf-8")
+        sync(temporary)
+        os.replace(temporary, self.path / FILE_NAME)
+        sync(self.path)
+
+    def resume_command(self, num_processes: int = 1) -> str:
+        many = f"torchrun --nproc-per-node {num_processes} -m temper_lab"
+        return f"{'temper' if num_processes == 1 else many} train --out {shlex.quote(str(self.path))} --resume"
+
+
+def versions() -> dict[str, Any]:
+    """What has a say in the last bits of a number."""
+    import torch
+
+    import temper
+
+    return {
+        "temper": temper.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """One line of `temper runs`: status, step and best bpb of a run, as far as its files can be read."""
+    folder = RunFolder(path)
+    line: dict[str, Any] = {"run": str(path), "status": "unreadable", "step": None, "steps": None, "best_bpb": None}
+    try:
+        content = folder.read()
+        recipe = content["recipe"]
+        line |= {
+            "status": content["status"],
+            "preset": recipe["model"]["preset"],
+            "num_streams": recipe["model"]["num_streams"],
+            "steps": recipe["train"]["steps"],
+            "recipe": content["recipe_name"],
+            "started": content["started"],
+        }
+        rows = metrics.read(folder.metrics)
+    except (ValueError, KeyError, TypeError) as error:
+        return line | {"error": str(error)}
+    # A run that was killed had no time to say so.
+    if line["status"] == "running" and not folder.is_claimed():
+        line["status"] = "killed"
+    bpbs = [row["val_bpb"] for row in rows if "val_bpb" in row]
+    return line | {"step": rows[-1]["step"] if rows else 0, "best_bpb": min(bpbs, default=None)}
+
+
+def find(folder: Path) -> list[Path]:
+    """All runs in a folder and below it, in the order of their names."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    return sorted(file.parent for file in folder.rglob(FILE_NAME) if _is_ours(file))
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _is_ours(file: Path) -> bool:
+    """Other programs have files of this name; one of ours that is damaged still has our files beside it."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return (file.parent / "metrics.jsonl").is_file()
+    return isinstance(content, dict) and content.get("format") == FORMAT

@@ -1,0 +1,132 @@
+"""Recipes: all of them load, and a bad one says what is bad."""
+
+from importlib import resources
+
+import pytest
+
+from temper_lab import plan, recipe
+from temper_lab.cli import main
+from temper_lab.recipe import Recipe
+
+BUILT_IN = ("cpu-base", "cpu-small", "cpu-smoke", "paper-n4", "paper-n8")
+
+
+def test_the_built_in_recipes():
+    assert tuple(recipe.names()) == BUILT_IN
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_recipe_loads_is_commented_and_survives_a_round_trip(name):
+    loaded = recipe.load(name)
+    assert Recipe.from_dict(loaded.to_dict()) == loaded
+    assert (resources.files("temper_lab") / "recipes" / f"{name}.toml").read_text().startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("name", "streams", "steps", "routing"), [("paper-n4", 4, 6000, 743_880), ("paper-n8", 8, 7000, 1_933_896)]
+)
+def test_the_recipes_of_the_paper_dry_run_on_the_meta_device(
+    name, streams, steps, routing, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    loaded = recipe.load(name)
+    model, train = loaded.model, loaded.train
+    assert (model.depth, model.head_dim, model.context, model.vocab_size) == (12, 128, 2048, 32768)
+    assert (model.num_streams, train.steps, train.batch_tokens) == (streams, steps, 524_288)
+    assert main(["train", "--recipe", name, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        f"routing {routing:,}",
+        "blocks 84,934,656",
+        "FLOPs/token",
+        "memory",
+        "ETA",
+        "4 processes",
+        "not there yet",
+    ):
+        assert text in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_field_can_be_overridden(capsys, tmp_path):
+    options = ["--model.preset", "temper-tucker", "--model.num-streams", "8", "--model.router", '{"rank": [2, 3]}']
+    options += ["--train.steps", "50", "--optim.betas", "0.7", "0.9", "--data.shares", "1", "--train.compile"]
+    assert main(["train", "--recipe", "cpu-smoke", "--dry-run", *options]) == 0
+    out = capsys.readouterr().out
+    assert "temper-tucker on 8 streams" in out
+    assert "50 steps x 2,048 = 102,400" in out
+
+
+def test_a_number_of_processes_that_does_not_divide():
+    smoke = recipe.load("cpu-smoke")
+    assert plan.split(smoke, 1) == plan.Split(shares=1, passes=1, rows=16)
+    assert plan.split(smoke, 2) == plan.Split(shares=2, passes=1, rows=8)
+    assert plan.split(recipe.load("paper-n4"), 2) == plan.Split(shares=4, passes=4, rows=16)
+    with pytest.raises(ValueError, match=r"for 3 shares expected a multiple of 384"):
+        plan.split(smoke, 3)
+    with pytest.raises(ValueError, match=r"data.shares is 4; expected a multiple of the 3 processes"):
+        plan.split(recipe.load("paper-n4"), 3)
+
+
+GOOD = """[model]
+depth = 1
+vocab_size = 300
+context = 32
+head_dim = 32
+[train]
+steps = 2
+batch_tokens = 64
+rows = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[model\n", "not TOML"),
+        (GOOD + "stepz = 3\n", r"unknown option of \[train\] 'stepz'. Did you mean 'steps'"),
+        (GOOD + "[modle]\n", "unknown section 'modle'. Did you mean 'model'"),
+        ("depth = 3\n", "unknown section 'depth'"),
+        ("model = 3\n", r"\[model\] is 3; expected a section"),
+        (GOOD.replace("steps = 2", "steps = '2'"), "train.steps is '2'; expected a whole number"),
+        (GOOD.replace("steps = 2", "steps = true"), "train.steps is True; expected a whole number"),
+        (GOOD.replace("steps = 2", "steps = 0"), "train.steps is 0; expected a whole number >= 1"),
+        (GOOD.replace("steps = 2\n", ""), "train.steps must be set"),
+        (
+            GOOD.replace("batch_tokens = 64", "batch_tokens = 65"),
+            "expected a multiple of model.context 32 = 32, such as 64",
+        ),
+        (GOOD + "prompts = 'one'\n", "train.prompts is 'one'; expected a list, each a string"),
+        (GOOD + "parallel = 'dp'\n", "train.parallel is 'dp'; expected 'ddp' or 'fsdp'"),
+        (GOOD + "[optim]\nbetas = [0.1]\n", "optim.betas .* expected a list of 2, each a number"),
+        (GOOD + "[optim]\nclip = nan\n", "optim.clip is nan; expected a number"),
+        (GOOD + "[optim]\nmomentum = 2\n", r"\[optim\] momentum is 2"),
+        (GOOD + "[data]\nval_fraction = 2\n", "data.val_fraction is 2"),
+        (GOOD.replace("depth = 1", "depth = 1\npreset = 'temper'"), "unknown preset 'temper'. Did you mean"),
+        (GOOD.replace("depth = 1", "depth = 1\nrouter = 3"), "model.router is 3; expected a table"),
+    ],
+)
+def test_a_bad_recipe_says_what_is_bad(text, words, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        recipe.load(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_recipes_that_do_not_exist(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown recipe 'cpu-smok'. Did you mean 'cpu-smoke'"):
+        recipe.load("cpu-smok")
+    with pytest.raises(ValueError, match="no such file"):
+        recipe.load(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        recipe.load(tmp_path / "binary.toml")
+
+
+def test_changes_are_named():
+    first = recipe.load("cpu-smoke")
+    values = first.to_dict()
+    values["train"]["steps"] = 61
+    assert first.changes(Recipe.from_dict(values)) == ["train.steps was 60, is 61"]
+    assert first.changes(first) == []

@@ -1,0 +1,337 @@
+"""Training runs: they learn, survive everything, and one process or two make no difference."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import temper
+from temper_lab import checkpoint, metrics, run
+from temper_lab.checkpoint import files
+from temper_lab.cli import main
+from temper_lab.load import load
+from temper_lab.run import RunFolder
+
+
+def command(recipe: Path, out: Path, *options: str) -> list[str]:
+    return ["train", "--recipe", str(recipe), "--out", str(out), *options]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in metrics.read(out / "metrics.jsonl")]
+
+
+def start(*words: str) -> subprocess.Popen:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True, env=env)
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
+    end = time.monotonic() + 120
+    while not (out / "metrics.jsonl").is_file() or len(metrics.read(out / "metrics.jsonl")) < step:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def assert_same_run(given: Path, expected: Path) -> None:
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (given / name).read_bytes() == (expected / name).read_bytes()
+    mine, theirs = (load_file(out / "model" / "model.safetensors") for out in (given, expected))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert main(command(tiny, out)) == 0
+    return out
+
+
+def test_what_a_run_leaves_behind(unbroken, tiny, corpus_folder):
+    names = {path.name for path in unbroken.iterdir() if path.name != ".lock"}
+    assert names == {
+        "checkpoints",
+        "metrics.jsonl",
+        "model",
+        "run.json",
+        "samples.jsonl",
+        "timing.jsonl",
+        "tokenizer.json",
+    }
+    lines = metrics.read(unbroken / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines if "val_bpb" in line] == [4, 8, 12]
+    assert set(lines[0]) == {"step", "loss", "lr", "grad_norm"}
+    assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["step-000009", "step-000012"]
+    assert {path.name for path in (unbroken / "model").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    content = RunFolder(unbroken).read()
+    assert (content["status"], content["step"], content["seed"]) == ("finished", 12, 0)
+    assert content["best_bpb"] == min(line["val_bpb"] for line in lines if "val_bpb" in line)
+    assert content["versions"]["torch"] == torch.__version__
+    model, tokenizer = load(unbroken)
+    assert model.config.vocab_size == tokenizer.vocab_size
+    assert not model.training
+
+
+@pytest.mark.parametrize("preset", temper.PRESETS)
+def test_the_loss_falls_for_every_preset(preset, tiny, tmp_path):
+    assert main(command(tiny, tmp_path / "run", "--model.preset", preset, "--train.save-every", "0")) == 0
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0] - 0.5
+
+
+def test_killed_at_a_random_step_and_resumed_it_is_the_unbroken_run(tiny, tmp_path, unbroken, capsys):
+    out = tmp_path / "run"
+    step = random.randint(1, 11)
+    process = start("temper_lab", *command(tiny, out))
+    wait_for_step(out, step, process)
+    process.kill()
+    process.communicate()
+    assert run.summary(out)["status"] == "killed"
+    assert main(["train", "--out", str(out), "--resume"]) == 0, f"killed at step {step}"
+    assert_same_run(out, unbroken)
+    assert RunFolder(out).read()["status"] == "finished"
+
+
+def test_killed_again_and_again_it_is_still_the_unbroken_run(tiny, tmp_path, unbroken, monkeypatch):
+    """The same in one process and for many steps: what follows a checkpoint is thrown away by an error."""
+    from temper_lab.trainer import Trainer
+
+    class KilledError(Exception):
+        pass
+
+    out, update, reached = tmp_path / "run", Trainer._update, 0
+
+    def fragile(self):
+        nonlocal reached
+        line = update(self)
+        if self.step == reached + 4:
+            reached = self.step - self.step % 3
+            raise KilledError
+        return line
+
+    monkeypatch.setattr(Trainer, "_update", fragile)
+    with pytest.raises(KilledError):
+        main(command(tiny, out))
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            main(command(tiny, out, "--resume"))
+    monkeypatch.undo()
+    assert main(command(tiny, out, "--resume")) == 0
+    assert_same_run(out, unbroken)
+
+
+def test_sigterm_saves_and_says_how_to_resume(tiny, tmp_path):
+    out = tmp_path / "run"
+    options = ["--train.steps", "4000", "--train.save-every", "0", "--train.val-every", "0"]
+    process = start("temper_lab", *command(tiny, out, *options))
+    wait_for_step(out, 2, process)
+    process.send_signal(signal.SIGTERM)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    step = len(losses(out))
+    assert f"temper train --out {out} --resume" in error
+    assert f"step-{step:06d}" in error
+    assert (RunFolder(out).read()["status"], RunFolder(out).read()["step"]) == ("interrupted", step)
+    assert checkpoint.latest(out / "checkpoints")[0].step == step
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_message(tiny, tmp_path, unbroken, capsys):
+    out = tmp_path / "run"
+    assert main(command(tiny, out)) == 0
+    damaged = out / "checkpoints" / "step-000012" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (out / "checkpoints" / ".step-000011.tmp-12345678").mkdir()
+    capsys.readouterr()
+    assert main(command(tiny, out, "--resume")) == 0
+    said = capsys.readouterr().err
+    assert "step-000012: model.safetensors is truncated" in said
+    assert "step-000011.tmp-12345678: it was not finished" in said
+    assert "resumed from" in said
+    assert "step-000009" in said
+    assert_same_run(out, unbroken)
+
+
+def test_a_foreign_checkpoint_is_refused(tiny, tmp_path, unbroken, capsys):
+    out = tmp_path / "run"
+    assert main(command(tiny, out, "--model.preset", "residual")) == 0
+    found, _ = checkpoint.latest(unbroken / "checkpoints")
+    tensors = {"model": found.model(), "optimizer": found.optimizer(), "state": found.state}
+    checkpoint.save(out / "checkpoints", 12, **tensors)
+    assert main(command(tiny, out, "--model.preset", "residual", "--resume")) == 1
+    assert "these weights are of another model" in capsys.readouterr().err
+
+
+def test_out_of_disk_keeps_the_previous_checkpoint(tiny, tmp_path, unbroken, monkeypatch, capsys):
+    out, write, count = tmp_path / "run", files.write_tensors, 0
+
+    def full(path, tensors):
+        nonlocal count
+        count += 1
+        # Two files a checkpoint: the second one fails half way.
+        if count == 4:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, tensors)
+
+    monkeypatch.setattr("temper_lab.checkpoint.runs.write_tensors", full)
+    assert main(command(tiny, out)) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000003"]
+    assert RunFolder(out).read()["status"] == "failed"
+    monkeypatch.undo()
+    assert main(command(tiny, out, "--resume")) == 0
+    assert_same_run(out, unbroken)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path, capsys, monkeypatch):
+    from temper_lab.optim import Optimizers
+
+    out, step = tmp_path / "run", Optimizers.step
+
+    def spoil(self, index, total):
+        norm = step(self, index, total)
+        if index == 4:
+            with torch.no_grad():
+                self.groups["head"]["head.weight"].fill_(float("nan"))
+        return norm
+
+    monkeypatch.setattr(Optimizers, "step", spoil)
+    assert main(command(tiny, out, "--train.val-every", "0")) == 1
+    error = capsys.readouterr().err
+    assert "step 6: the loss is nan" in error
+    assert str(out / "checkpoints") in error
+    assert checkpoint.latest(out / "checkpoints")[0].step == 3
+    content = RunFolder(out).read()
+    assert content["status"] == "failed"
+    assert "nan" in content["error"]
+
+
+def test_accumulation_is_one_large_batch(tiny, tmp_path):
+    for rows in ("8", "2"):
+        options = ["--train.rows", rows, "--train.precision", "float64", "--train.val-every", "0"]
+        assert main(command(tiny, tmp_path / rows, *options)) == 0
+    assert losses(tmp_path / "8") == pytest.approx(losses(tmp_path / "2"), rel=1e-9)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_are_one_process(parallel, tiny, tmp_path):
+    options = ["--data.shares", "2", "--train.precision", "float64", "--train.steps", "6"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(command(tiny, one, *options)) == 0
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "temper_lab"]
+    process = start(*torchrun, *command(tiny, two, *options, "--train.parallel", parallel))
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, error
+    assert error.count("finished 6 steps") == 1
+    for mine, theirs in zip(*(metrics.read(out / "metrics.jsonl") for out in (one, two)), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+    mine, theirs = (load_file(out / "model" / "model.safetensors") for out in (one, two))
+    for name, tensor in mine.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-6)
+    # Interrupted in two processes and resumed in two.
+    (two / "checkpoints" / "step-000006" / "manifest.json").unlink()
+    before = (two / "metrics.jsonl").read_bytes()
+    process = start(*torchrun, "train", "--out", str(two), "--resume")
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, error
+    assert "step-000003" in error
+    assert (two / "metrics.jsonl").read_bytes() == before
+    # The shares do not depend on the number of processes, so one can go on where two were.
+    (two / "checkpoints" / "step-000006" / "manifest.json").unlink()
+    if parallel == "ddp":
+        assert main(["train", "--out", str(two), "--resume"]) == 0
+        assert losses(two) == pytest.approx(losses(one), rel=1e-9)
+
+
+def test_a_folder_that_is_taken(tiny, tmp_path, unbroken, capsys):
+    assert main(command(tiny, unbroken)) == 1
+    assert "holds a run already; --resume continues it" in capsys.readouterr().err
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(command(tiny, tmp_path)) == 1
+    assert "is not empty" in capsys.readouterr().err
+    assert main(command(tiny, tmp_path, "--resume")) == 1
+    assert "holds no run to resume" in capsys.readouterr().err
+    assert main(command(tiny, tmp_path / "notes.txt")) == 1
+    assert "is a file" in capsys.readouterr().err
+    with RunFolder(unbroken).claimed():
+        assert run.summary(unbroken)["status"] == "finished"
+        assert main(command(tiny, unbroken, "--resume")) == 1
+    assert "another process is training" in capsys.readouterr().err
+
+
+def test_a_changed_recipe_is_not_resumed(tiny, unbroken, capsys):
+    assert main(command(tiny, unbroken, "--resume", "--train.steps", "13", "--optim.clip", "2")) == 1
+    error = capsys.readouterr().err
+    assert "optim.clip was 1.0, is 2.0" in error
+    assert "train.steps was 12, is 13" in error
+    assert RunFolder(unbroken).read()["status"] == "finished"
+
+
+def test_a_finished_run_has_nothing_to_resume(tiny, unbroken, capsys):
+    before = (unbroken / "metrics.jsonl").read_bytes()
+    assert main(command(tiny, unbroken, "--resume")) == 0
+    assert "finished 12 steps" in capsys.readouterr().err
+    assert (unbroken / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_is_wrong_before_the_start_leaves_no_folder(tiny, tmp_path, capsys):
+    for option, value, words in (
+        ("--data.corpus", str(tmp_path / "none"), "no such file or folder"),
+        ("--data.corpus", "data/climbmix", "temper data download"),
+        ("--tokenizer.path", str(tmp_path / "none"), "no tokenizer there"),
+        ("--train.parallel", "fsdp", "needs several processes"),
+        ("--train.device", "cuda:99", "no GPU"),
+    ):
+        if option == "--train.device" and torch.cuda.is_available():
+            continue
+        out = tmp_path / "run"
+        assert main(command(tiny, out, option, value)) == 1
+        assert words in capsys.readouterr().err
+        assert not out.exists()
+
+
+def test_a_tokenizer_of_ones_own_the_best_model_and_tensorboard(tiny, tmp_path, unbroken, capsys):
+    pytest.importorskip("tensorboard")
+    out = tmp_path / "run"
+    options = [
+        "--tokenizer.path",
+        str(unbroken),
+        "--model.vocab-size",
+        "300",
+        "--train.keep-best",
+        "--train.tensorboard",
+    ]
+    assert main(command(tiny, out, *options)) == 0
+    assert "the tokenizer has 320 tokens, not 300" in capsys.readouterr().err
+    assert (out / "tokenizer.json").read_bytes() == (unbroken / "tokenizer.json").read_bytes()
+    assert losses(out) == losses(unbroken)
+    assert load(out / "best")[0].config == load(out)[0].config
+    assert list((out / "tensorboard").iterdir())
+
+
+def test_a_damaged_tokenizer_or_run_file_says_so(tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(command(tiny, out, "--train.steps", "2", "--train.val-every", "0")) == 0
+    whole = (out / "tokenizer.json").read_text()
+    (out / "tokenizer.json").write_text(whole[:100])
+    assert main(["train", "--out", str(out), "--resume"]) == 1
+    assert "truncated or not JSON" in capsys.readouterr().err
+    (out / "run.json").write_text(json.dumps({"format": "other"}))
+    assert main(["train", "--out", str(out), "--resume"]) == 1
+    assert "has format 'other'" in capsys.readouterr().err
