@@ -64,7 +64,10 @@ class Bar:
         """A line above the bar."""
         if self._is_shown:
             if self._progress is not None:
-                self._progress.console.print(text, markup=False, highlight=False)
+                from rich.text import Text
+
+                # As an object, not with markup off: that would hold for the bar below it as well.
+                self._progress.console.print(Text(text))
             else:
                 print(text, file=sys.stderr, flush=True)
 

@@ -14,6 +14,7 @@ from temper_lab import run as runs
 from temper_lab.data import Corpus, open_corpus
 from temper_lab.distributed import World, session
 from temper_lab.interrupt import StopWish
+from temper_lab.model import GPT
 from temper_lab.progress import waiting
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
@@ -30,6 +31,8 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
     with session(recipe.train.device) as world, ExitStack() as stack:
         # Whatever can be found wrong before the folder exists.
         plan.split(recipe, world.size)
+        with torch.device("meta"):
+            GPT(recipe.model)
         corpus = _corpus(recipe)
         if recipe.tokenizer.path:
             Tokenizer.load(recipe.tokenizer.path)

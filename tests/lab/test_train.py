@@ -1,6 +1,7 @@
 """Training runs: they learn, survive everything, and one process or two make no difference."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from temper_lab import checkpoint, metrics, run
 from temper_lab.checkpoint import files
 from temper_lab.cli import main
 from temper_lab.load import load
+from temper_lab.progress import Bar
 from temper_lab.run import RunFolder
 
 
@@ -304,6 +306,28 @@ def test_what_is_wrong_before_the_start_leaves_no_folder(tiny, tmp_path, capsys)
         assert main(command(tiny, out, option, value)) == 1
         assert words in capsys.readouterr().err
         assert not out.exists()
+
+
+def test_a_model_that_is_not_built_leaves_no_folder(tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(command(tiny, out, "--model.preset", "mhc-lite", "--model.num-streams", "8")) == 1
+    assert "40,320 at N=8" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_line_above_the_live_bar_leaves_the_bar_as_it_is(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Bar("training", 10) as bar:
+        bar.update(5, "half")
+        bar.say("a sample [bold] with brackets")
+    shown = screen.getvalue()
+    assert "a sample [bold] with brackets" in shown
+    assert "[bold]training" not in shown
 
 
 def test_a_tokenizer_of_ones_own_the_best_model_and_tensorboard(tiny, tmp_path, unbroken, capsys):
