@@ -55,13 +55,24 @@ def orthogonalize(batch_BMN: Tensor, *, steps: int = 5, eps: float = 1e-7, space
     # 4 products of short^3 replace 2 of short^2 long, but only full precision survives them.
     if long >= 2 * short and x.dtype != torch.bfloat16:
         return _on_gram(x, y, steps, square, batch_BMN)
-    gram, poly = square("gram"), square("poly")
+    gram, poly, half = square("gram"), square("poly"), square("half")
     for _ in range(steps):
         torch.bmm(x, x.mT, out=gram)
-        torch.baddbmm(gram, gram, gram, beta=B, alpha=C, out=poly)
-        torch.baddbmm(x, poly, x, beta=A, out=y)
+        if x.dtype == torch.bfloat16:
+            # Half precision would lose the polynomial beside the 3.4 on its diagonal.
+            torch.baddbmm(gram, gram, gram, beta=B, alpha=C, out=poly)
+            torch.baddbmm(x, poly, x, beta=A, out=y)
+        else:
+            torch.bmm(_polynomial(gram, half, poly), x, out=y)
         x, y = y, x
     return x.mT if rows > cols else x
+
+
+def _polynomial(gram: Tensor, scratch: Tensor, out: Tensor) -> Tensor:
+    """a + b G + c G^2 as a + G (b + c G): plain products, where adding to one would copy first."""
+    torch.mul(gram, C, out=scratch).diagonal(dim1=-2, dim2=-1).add_(B)
+    torch.bmm(gram, scratch, out=out).diagonal(dim1=-2, dim2=-1).add_(A)
+    return out
 
 
 def _on_gram(x: Tensor, y: Tensor, steps: int, square: Callable[[str], Tensor], batch_BMN: Tensor) -> Tensor:
@@ -72,7 +83,7 @@ def _on_gram(x: Tensor, y: Tensor, steps: int, square: Callable[[str], Tensor], 
         torch.bmm(x, x.mT, out=gram)
         for index in range(last + 1):
             factor = poly if index else total
-            torch.baddbmm(gram, gram, gram, beta=B, alpha=C, out=factor).diagonal(dim1=-2, dim2=-1).add_(A)
+            _polynomial(gram, half, factor)
             if index < last:
                 torch.bmm(gram, factor, out=half)
                 torch.bmm(half, factor, out=gram)
