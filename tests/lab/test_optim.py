@@ -158,6 +158,21 @@ def test_orthogonalize_keeps_directions_and_brings_singular_values_near_one(rows
     torch.testing.assert_close(result, left @ (expected[:, None] * right), rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(128, 128), (131, 131), (129, 200), (130, 400), (401, 129)])
+def test_orthogonalize_of_matrices_large_enough_to_mirror(rows: int, cols: int) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(3, rows, cols, dtype=torch.float64)
+    x = batch / batch.flatten(1).norm(dim=1)[:, None, None]
+    x = x.mT if rows > cols else x
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    expected = x.mT if rows > cols else x
+    torch.testing.assert_close(orthogonalize(batch.clone()), expected, rtol=1e-9, atol=1e-11)
+    # A square Gaussian matrix has singular values near zero, which float32 resolves to this.
+    torch.testing.assert_close(orthogonalize(batch.float()).double(), expected, rtol=0, atol=2e-5)
+
+
 def test_orthogonalize_of_many_small_singular_values_is_as_good_as_the_plain_iteration() -> None:
     # The path over the Gram matrix squares singular values, so the smallest are where it would fail.
     torch.manual_seed(0)

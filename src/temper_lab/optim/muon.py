@@ -16,6 +16,10 @@ A, B, C = 3.4445, -4.7750, 2.0315
 # How many steps may run on the Gram matrix alone: its small eigenvalues, squares of small singular values, lose
 # a digit of precision in each.
 GRAM_STEPS = 3
+# From this size on, mirroring a quarter of a symmetric product is cheaper than computing it.
+SYMMETRIC_FROM = 128
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Workspace:
@@ -49,46 +53,65 @@ def orthogonalize(batch_BMN: Tensor, *, steps: int = 5, eps: float = 1e-7, space
     def square(role: str) -> Tensor:
         return space.take(role, (num, short, short), **options)
 
+    def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        """left @ right where that is symmetric: three quarters are computed, and the last one is mirrored."""
+        if short < SYMMETRIC_FROM:
+            return torch.bmm(left, right, out=out)
+        middle = short // 2
+        # Buffers of their own: into a strided view, a batched matmul works through the batch one by one.
+        top = space.take("top", (num, middle, short), **options)
+        corner = space.take("corner", (num, short - middle, short - middle), **options)
+        torch.bmm(left[:, :middle], right, out=top)
+        torch.bmm(left[:, middle:], right[:, :, middle:], out=corner)
+        out[:, :middle], out[:, middle:, middle:] = top, corner
+        out[:, middle:, :middle] = top[:, :, middle:].mT
+        return out
+
     # A singular value is at most the Frobenius norm; the steps converge from anywhere in (0, 1].
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     x.div_(norm.clamp_(min=eps))
     # 4 products of short^3 replace 2 of short^2 long, but only full precision survives them.
     if long >= 2 * short and x.dtype != torch.bfloat16:
-        return _on_gram(x, y, steps, square, batch_BMN)
+        return _on_gram(x, y, steps, square, product, batch_BMN)
     gram, poly, half = square("gram"), square("poly"), square("half")
     for _ in range(steps):
-        torch.bmm(x, x.mT, out=gram)
+        product(x, x.mT, gram)
         if x.dtype == torch.bfloat16:
             # Half precision would lose the polynomial beside the 3.4 on its diagonal.
             torch.baddbmm(gram, gram, gram, beta=B, alpha=C, out=poly)
             torch.baddbmm(x, poly, x, beta=A, out=y)
         else:
-            torch.bmm(_polynomial(gram, half, poly), x, out=y)
+            torch.bmm(_polynomial(gram, half, poly, product), x, out=y)
         x, y = y, x
     return x.mT if rows > cols else x
 
 
-def _polynomial(gram: Tensor, scratch: Tensor, out: Tensor) -> Tensor:
+def _polynomial(gram: Tensor, scratch: Tensor, out: Tensor, product: Product) -> Tensor:
     """a + b G + c G^2 as a + G (b + c G): plain products, where adding to one would copy first."""
     torch.mul(gram, C, out=scratch).diagonal(dim1=-2, dim2=-1).add_(B)
-    torch.bmm(gram, scratch, out=out).diagonal(dim1=-2, dim2=-1).add_(A)
+    product(gram, scratch, out).diagonal(dim1=-2, dim2=-1).add_(A)
     return out
 
 
-def _on_gram(x: Tensor, y: Tensor, steps: int, square: Callable[[str], Tensor], batch_BMN: Tensor) -> Tensor:
-    """The same steps on G = X X^T: X' = P X with P = a + b G + c G^2, so G' = P G P, and X is touched at the end."""
+def _on_gram(
+    x: Tensor, y: Tensor, steps: int, square: Callable[[str], Tensor], product: Product, batch_BMN: Tensor
+) -> Tensor:
+    """The same steps on G = X X^T: X' = P X with P = a + b G + c G^2, so G' = P G P, and X is touched at the end.
+
+    All that is multiplied on the way is a polynomial of one G: it commutes, and every product is symmetric.
+    """
     gram, poly, half, total, spare = (square(role) for role in ("gram", "poly", "half", "total", "spare"))
     for start in range(0, steps, GRAM_STEPS):
         last = min(steps - start, GRAM_STEPS) - 1
-        torch.bmm(x, x.mT, out=gram)
+        product(x, x.mT, gram)
         for index in range(last + 1):
             factor = poly if index else total
-            _polynomial(gram, half, factor)
+            _polynomial(gram, half, factor, product)
             if index < last:
-                torch.bmm(gram, factor, out=half)
-                torch.bmm(half, factor, out=gram)
+                product(gram, factor, half)
+                product(half, factor, gram)
             if index:
-                torch.bmm(factor, total, out=spare)
+                product(factor, total, spare)
                 total, spare = spare, total
         torch.bmm(total, x, out=y)
         x, y = y, x
