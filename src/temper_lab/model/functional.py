@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from temper.router import widen
+
 EPS = 1e-6
 
 
@@ -35,11 +37,6 @@ def rotate_and_norm(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def squared_relu_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """W_down max(W_up x, 0)^2: (..., D) -> (..., D)."""
     return _SquaredReLUMLP.apply(x, up, down)
-
-
-def widen(x: Tensor) -> Tensor:
-    """x in float32, or float64 if it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _rstd(x: Tensor) -> Tensor:

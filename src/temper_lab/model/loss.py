@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from temper.registry import unknown
-from temper_lab.model.functional import widen
+from temper.router import no_autocast, widen
 
 CAP = 15.0
 REDUCTIONS = ("mean", "sum", "none")
@@ -77,10 +77,6 @@ def _slopes(p_nV: Tensor, s_nV: Tensor, targets: Tensor, dtype: torch.dtype) -> 
 _SLOPE = 4.0
 
 
-def _no_autocast(x: Tensor) -> Any:
-    return torch.autocast(x.device.type, enabled=False)
-
-
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, with_grad: bool) -> Tensor:
@@ -89,7 +85,7 @@ class _SummedLoss(torch.autograd.Function):
         grad_x = torch.empty_like(x) if need_x else None
         # Summed over chunks, so never in half precision.
         grad_weight = widen(torch.zeros_like(weight)) if need_weight else None
-        with _no_autocast(x):
+        with no_autocast(x):
             cast = weight.to(x.dtype)
             for start in range(0, len(x), chunk):
                 part, part_targets = x[start : start + chunk], targets[start : start + chunk]
@@ -120,7 +116,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
         ctx.save_for_backward(x, weight, targets)
         ctx.chunk = chunk
-        with _no_autocast(x):
+        with no_autocast(x):
             cast = weight.to(x.dtype)
             parts = zip(x.split(chunk), targets.split(chunk), strict=True)
             return torch.cat([_shares(part, cast, part_targets)[0] for part, part_targets in parts])
