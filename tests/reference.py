@@ -105,8 +105,13 @@ def unconstrained(logits, num_streams):
     return logits
 
 
-def sinkhorn(logits, num_streams, iters=20, tol=None, last="rows", eps=0.0):
-    """Division by column sums and row sums in turn; each token stops after the first round that is within tol."""
+def sinkhorn(logits, num_streams, iters=20, tol=None, last="rows", eps=0.0, method="plain"):
+    """Division by column sums and row sums in turn; each token stops after the first round that is within tol.
+
+    The limit that "newton" goes to is a plain iteration that is never stopped but by float64 itself.
+    """
+    if method == "newton":
+        iters, tol = 100_000, 1e-14
     first_axis, last_axis = (0, 1) if last == "rows" else (1, 0)  # axis 0 of (m, n) summed away: the column sums
     tokens = []
     for token in logits:

@@ -10,7 +10,7 @@ import reference
 import temper
 
 D = 5
-STREAMS = (1, 2, 3, 4, 6, 8)
+STREAMS = (1, 2, 3, 4, 6, 8, 16)
 GENERATORS = sorted(temper.Generator.members)
 MIXERS = sorted(temper.Mixer.members)
 # float64 everywhere: what is left is the order of summation.
@@ -232,6 +232,8 @@ MIXER_OPTIONS = {
         {"last": "columns", "tol": 1e-4},
         {"iters": 5, "tol": 1e-3, "eps": 1e-6},
         {"iters": 5, "tol": 0.2, "eps": 1e-2},
+        {"method": "newton"},
+        {"method": "newton", "last": "columns"},
     ]
 }
 MIXER_CASES = [

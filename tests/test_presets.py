@@ -164,7 +164,7 @@ def test_registered_inside_a_test_and_usable_everywhere():
         def initial_bias(self):
             return torch.full(self.logit_shape, -8.0).index_fill(0, torch.tensor(0), 0.0)
 
-        def forward(self, logits):
+        def mix(self, logits):
             weights = logits.softmax(-1)
             shifts = torch.arange(self.num_streams)
             return weights[..., (shifts[:, None] - shifts) % self.num_streams]

@@ -16,8 +16,10 @@ from temper.connection import HyperConnection
 from temper.cost import Cost, cost
 from temper.generators import Generator
 from temper.mixers import Mixer
+from temper.ops.backend import backend, backends
 from temper.param_groups import param_groups
 from temper.presets import PRESETS, preset
+from temper.recompute import recompute
 from temper.routing import Routing
 from temper.streams import expand_streams, reduce_streams
 from temper.wrap import wrap
@@ -37,6 +39,8 @@ __all__ = [
     "Mixer",
     "RouterConfig",
     "Routing",
+    "backend",
+    "backends",
     "convert",
     "cost",
     "count_parameters",
@@ -44,6 +48,7 @@ __all__ = [
     "observe",
     "param_groups",
     "preset",
+    "recompute",
     "reduce_streams",
     "wrap",
 ]

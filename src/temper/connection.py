@@ -10,19 +10,28 @@ import torch
 from torch import Tensor
 
 from temper.config import RouterConfig
-from temper.ops import naive
-from temper.router import Router, no_autocast, widen
+from temper.ops import autograd, naive
+from temper.precision import no_autocast, widen
+from temper.router import Router, routing_of
 from temper.routing import Routing
 
 Branch = Callable[..., Any]
 
 
 class State(NamedTuple):
-    """What `begin` leaves for `finish`: streams in the precision of the routing, and the dtype they came in."""
+    """What `begin` leaves for `finish`.
+
+    Args:
+        streams: at a site without a plan in the precision of its routing, elsewhere as they came.
+        routing: at a site without a plan; None at a residual one.
+        dtype: of the streams as they came.
+        link: at a site with a plan.
+    """
 
     streams: Tensor
     routing: Routing | None
     dtype: torch.dtype
+    link: autograd.Link | None = None
 
 
 class HyperConnection(Router):
@@ -50,6 +59,8 @@ class HyperConnection(Router):
         if branch is not None and not callable(branch):
             raise TypeError(f"branch must be a module or a function, got {type(branch).__name__}")
         self.branch = branch
+        # Of so many sites in a row only the first streams are kept for the backward; see `temper.recompute`.
+        self.recompute = 0
         # Called with (site, streams, routing) for every forward; see temper.diagnostics.
         self.observers: tuple[Callable[[HyperConnection, Tensor, Routing], None], ...] = ()
 
@@ -59,6 +70,11 @@ class HyperConnection(Router):
         if self.config.is_residual:
             self._observe(streams, None)
             return streams.select(-2, 0).contiguous(), State(streams, None, streams.dtype)
+        if self.plan is not None:
+            x, link = self.run(streams, self.recompute)
+            if self.observers:
+                self._observe(streams, routing_of(link))
+            return x, State(streams, None, streams.dtype, link)
         # One wide copy of half-precision streams serves routing, reading and mixing.
         wide = widen(streams)
         routing = self.route_wide(wide)
@@ -66,12 +82,21 @@ class HyperConnection(Router):
         with no_autocast(streams):
             return naive.read(wide, routing.pre).to(streams.dtype), State(wide, routing, streams.dtype)
 
-    def finish(self, state: State, y: Tensor) -> Tensor:
-        """The next streams from the branch output: state, (..., D) -> (..., N, D)."""
-        streams, routing, dtype = state
+    def finish(self, state: State, y: Tensor, *, in_place: bool = False) -> Tensor:
+        """The next streams from the branch output: state, (..., D) -> (..., N, D).
+
+        Args:
+            in_place: the streams that `begin` was given may be overwritten with the next ones; for
+                inference, where autograd is off and nobody looks at them again.
+        """
+        streams, routing, dtype, link = state
         _check_output(streams, y)
+        if in_place and torch.is_grad_enabled():
+            raise ValueError("in_place is for inference: use it inside torch.no_grad() or torch.inference_mode()")
+        if link is not None:
+            return autograd.finish(link, y, in_place)
         if routing is None:
-            return streams + y.unsqueeze(-2)
+            return streams.add_(y.unsqueeze(-2)) if in_place else streams + y.unsqueeze(-2)
         with no_autocast(streams):
             return naive.write(streams, y, routing.res, routing.post).to(dtype)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from temper.config import HEADS, RouterConfig, count_parameters
+from temper.gates import Gates
 from temper.mixers import Mixer
 
 
@@ -20,8 +21,8 @@ class Cost:
         frozen_parameters: saved but not trained.
         flops: of the forward pass, a multiply and add counted as two; a training step takes
             about three times as many.
-        activation_bytes: what autograd keeps for the backward pass: the streams, the branch output and the
-            routing of every token. The branch itself comes on top.
+        activation_bytes: what is kept for the backward pass (by the "cpu" and "fused" backends; "naive" keeps more):
+            the streams, the branch output and the routing of every token. The branch itself comes on top.
     """
 
     parameters: int
@@ -59,7 +60,11 @@ def cost(config: RouterConfig, tokens: int, *, dtype: torch.dtype = torch.float3
         bottleneck = generator.bottleneck(in_modes, out_modes, **generator_options)
         fold += generator.fold_flops(in_modes, out_modes, **generator_options)
         rows += bottleneck
-        out_entries += bottleneck * math.prod(out_modes)
+        if generator.direct:
+            # The gate scales the map itself.
+            fold += bottleneck * math.prod(in_modes)
+        else:
+            out_entries += bottleneck * math.prod(out_modes)
         logits += math.prod(out_modes)
     width = num_streams * dim
     if config.gain != "none":
@@ -69,14 +74,19 @@ def cost(config: RouterConfig, tokens: int, *, dtype: torch.dtype = torch.float3
     routing = 2 * width + (2 * width + 1) * rows + 2 * out_entries + 2 * logits + 8 * num_streams
     routing += mixer.flops(num_streams, **options)
     streams = 2 * width + 2 * num_streams * width + 2 * width
-    # Kept per token: streams, y, norm, the bottleneck twice (before and after the norm), the logits'
-    # dynamic part, pre, post and their sigmoids, res and what the mixer keeps.
-    floats = width + dim + 2 + 2 * rows + logits + 4 * num_streams + num_streams**2
-    floats += mixer.saved(num_streams, **options)
-    if config.norm == "per-stream":
-        # Only one scale per token leaves the sum; with one per stream the normed streams are kept as well.
-        floats += width
+    size = torch.promote_types(dtype, torch.float32).itemsize
+    if Gates.named(config.gates).fast and config.norm == "flat":
+        # Kept per token: streams and y as they are stored; the routing, the bottleneck and the norm in full precision.
+        kept = (width + dim) * dtype.itemsize + (num_streams**2 + 2 * num_streams + rows + 2) * size
+    else:
+        # Autograd keeps: streams, y, norm, the bottleneck twice (before and after the norm), the logits'
+        # dynamic part, pre, post, res and what the mixer keeps.
+        kept = width + dim + 2 + 2 * rows + logits + 4 * num_streams + num_streams**2
+        kept += mixer.saved(num_streams, **options)
+        if config.norm == "per-stream":
+            # Only one scale per token leaves the sum; with one per stream the normed streams are kept as well.
+            kept += width
+        kept *= size
     # Kept once: the maps, before and after the gain.
     maps = rows * width * (1 if config.gain == "none" else 2) + out_entries
-    size = torch.promote_types(dtype, torch.float32).itemsize
-    return Cost(trained, frozen, fold + tokens * (routing + streams), (maps + tokens * floats) * size)
+    return Cost(trained, frozen, fold + tokens * (routing + streams), maps * size + tokens * kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from temper.registry import Registered
 
 class Gates(Registered, ABC, family="gates"):
     """The two ends of a site: `squash` acts on what the generators give, `pre` and `post` on the logits."""
+
+    # Whether these are the gates that the fast implementations compute: no squash, then sigmoids.
+    fast: ClassVar[bool] = False
 
     def __init__(self, pre_eps: float = 0.0) -> None:
         # DeepSeek-V4 keeps every read weight above a small number.
@@ -34,6 +38,8 @@ class Gates(Registered, ABC, family="gates"):
 
 class Sigmoid(Gates, name="sigmoid"):
     """pre = sigmoid(logits) + pre_eps, post = 2 sigmoid(logits): the form of mHC and of the paper."""
+
+    fast = True
 
     def pre(self, logits: Tensor) -> Tensor:
         pre = logits.sigmoid()

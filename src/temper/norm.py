@@ -47,9 +47,9 @@ class StreamNorm(nn.Module):
 
     def gain(self) -> Tensor | None:
         """g, broadcastable to (N, D), or None."""
-        parameters = dict(self.named_parameters())
+        parameters = self._parameters
         if "stream" in parameters:
-            return torch.outer(parameters["stream"], parameters["feature"])
+            return torch.outer(parameters["stream"], parameters["feature"])  # type: ignore[arg-type]
         return parameters.get("weight")
 
     def rstd(self, streams: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from temper.config import HEADS, RouterConfig
 from temper.gates import Gates
 from temper.generators import Generator
 from temper.norm import StreamNorm
-from temper.ops import naive
+from temper.ops import autograd, backend, naive
+from temper.ops.plan import Fold, Plan
+from temper.precision import no_autocast, widen
 from temper.routing import Routing
 
 
@@ -58,6 +60,8 @@ class Router(nn.Module):
         self.config = config
         self.layer_index = layer_index
         self.gates = Gates.named(config.gates)(config.pre_eps)
+        # What the fast implementations are told of this site; None if they do not know its form.
+        self.plan: Plan | None = None
         if config.is_residual:
             return
         self.mixer = config.build_mixer()
@@ -70,7 +74,29 @@ class Router(nn.Module):
             clamp=config.norm_clamp,
         )
         self.pre, self.res, self.post = (Head(config.build_generator(head)) for head in HEADS)
+        self.plan = self._make_plan()
         self._start()
+
+    def _make_plan(self) -> Plan | None:
+        config = self.config
+        if not self.gates.fast or config.norm != "flat":
+            return None
+        rows = []
+        for head in HEADS:
+            generator, in_modes, out_modes, options = config.generator(head)
+            rows.append(generator.bottleneck(in_modes, out_modes, **options))
+        pre, res, post = (head.generator.direct for head in (self.pre, self.res, self.post))
+        return Plan(
+            num_streams=config.num_streams,
+            dim=config.dim,
+            rows=(rows[0], rows[1], rows[2]),
+            direct=(pre, res, post),
+            logits=math.prod(self.mixer.logit_shape),
+            norm_eps=config.norm_eps,
+            norm_clamp=config.norm_clamp,
+            pre_eps=config.pre_eps,
+            native=self.mixer.native(),
+        )
 
     def _start(self) -> None:
         pre, post = self.gates.initial_bias(self.config.num_streams, self.layer_index % self.config.num_streams)
@@ -98,10 +124,12 @@ class Router(nn.Module):
 
     def route_wide(self, streams: Tensor) -> Routing:
         """The same before it is rounded to the dtype of the streams: float32, or float64 for float64."""
+        if self.config.is_residual:
+            return _plain_routing(widen(streams))
+        if self.plan is not None:
+            return routing_of(self.run(streams)[1])
         streams = widen(streams)
         dtype = streams.dtype
-        if self.config.is_residual:
-            return _plain_routing(streams)
         with no_autocast(streams):
             heads = (self.pre, self.res, self.post)
             in_maps, out_maps = zip(*(head.generator.maps(dtype) for head in heads), strict=True)
@@ -116,6 +144,32 @@ class Router(nn.Module):
                 head(part, out_map, self.gates) for head, part, out_map in zip(heads, parts, out_maps, strict=True)
             )
             return Routing(self.gates.pre(pre), self.mixer(res), self.gates.post(post))
+
+    def run(self, streams: Tensor, group: int = 0) -> tuple[Tensor, autograd.Link]:
+        """x, and the routing as the operations have it: what `begin` does at a site that has a plan."""
+        assert self.plan is not None
+        implementation = backend.choose(streams, self.plan, self.mixer)
+        with no_autocast(streams):
+            fold = self.fold(torch.promote_types(streams.dtype, torch.float32))
+        return autograd.begin(streams, fold, self.plan, self.mixer, implementation, group)
+
+    def fold(self, dtype: torch.dtype) -> Fold:
+        """The generators, the gain and the gates folded together, at the same cost for any number of tokens."""
+        in_maps, outs, biases = [], [], []
+        for head in (self.pre, self.res, self.post):
+            in_map, out_map = head.generator.maps(dtype)
+            gate = head.gate.to(dtype)
+            if head.generator.direct:
+                in_map = in_map * gate
+            else:
+                outs.append((out_map * gate).flatten())
+            in_maps.append(in_map)
+            biases.append(head.bias.to(dtype).flatten())
+        in_map = torch.cat(in_maps)
+        gain = self.norm.gain()
+        if gain is not None:
+            in_map = in_map * gain.to(dtype)
+        return Fold(in_map, torch.cat(outs) if outs else in_map.new_empty(0), torch.cat(biases))
 
     def check_streams(self, streams: Tensor) -> None:
         """Raises for what cannot be the streams of this site."""
@@ -178,21 +232,13 @@ class Router(nn.Module):
         )
 
 
+def routing_of(link: autograd.Link) -> Routing:
+    """The routing of every token, with the leading dimensions of the streams."""
+    return link.plan.split(link.weights.view(*link.streams.shape[:-2], link.plan.num_weights))
+
+
 def _plain_routing(streams: Tensor) -> Routing:
     """The routing of x + f(x): read the first stream, keep every stream, write to every stream."""
     *lead, num_streams, _ = streams.shape
     eye = torch.eye(num_streams, dtype=streams.dtype, device=streams.device)
     return Routing(eye[0].expand(*lead, -1), eye.expand(*lead, -1, -1), torch.ones_like(eye[0]).expand(*lead, -1))
-
-
-def widen(streams: Tensor) -> Tensor:
-    """The streams in the precision of routing and mixing: float32, or float64 if they are."""
-    return streams.to(torch.promote_types(streams.dtype, torch.float32))
-
-
-def no_autocast(streams: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off on the device of the streams: routing and mixing are not for half precision."""
-    device = streams.device.type
-    if not torch.amp.is_autocast_available(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)

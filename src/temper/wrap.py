@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from temper.connection import HyperConnection, State
 from temper.presets import preset as make_preset
+from temper.recompute import recompute as make_recompute
 from temper.streams import expand_streams, reduce_streams
 
 Selector = str | Callable[[str, nn.Module], bool]
@@ -32,6 +33,7 @@ def wrap(
     num_streams: int,
     dim: int | None = None,
     sites: int = 2,
+    recompute: bool = False,
     **overrides: Any,
 ) -> nn.Module:
     """Puts hyper-connections on every residual add of the selected blocks, in place.
@@ -47,8 +49,9 @@ def wrap(
         selector: which submodules are the blocks: a pattern of names such as "layers.*" (`*` stands for
             one part of a dotted name), or a function of (name, module).
         preset: a name of `temper.PRESETS`, changed by `overrides` as in `temper.preset`.
-        dim: the width; found found from the norms of the first block if left out.
+        dim: the width; found from the norms of the first block if left out.
         sites: how many residual adds one block has.
+        recompute: keep only some of the streams for the backward pass (`temper.recompute`).
 
     Returns:
         The same module.
@@ -76,7 +79,7 @@ def wrap(
         setattr(block, SITES, connections)
         block.register_forward_pre_hook(_Enter(name, first=index == 0), with_kwargs=True)
         block.register_forward_hook(_Leave(name, last=index == len(blocks) - 1))
-    return module
+    return make_recompute(module) if recompute else module
 
 
 class Carrier:

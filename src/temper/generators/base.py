@@ -32,6 +32,8 @@ class Generator(Registered, nn.Module, family="generator"):
 
     # Whether `rank` is an option; a generator without ranks leaves it False.
     ranked: ClassVar[bool] = False
+    # Whether out_map is the identity, so that the bottleneck is the logits.
+    direct: ClassVar[bool] = False
 
     def __init__(self, in_modes: Modes, out_modes: Modes, *, init_std: float | None = None) -> None:
         super().__init__()

@@ -14,6 +14,8 @@ from temper.generators.base import Generator, Modes, Shapes
 class Dense(Generator, name="dense"):
     """The full tensor, N * D * prod(out_modes) parameters; starts at zero."""
 
+    direct = True
+
     def __init__(self, in_modes: Modes, out_modes: Modes, *, init_std: float | None = None) -> None:
         super().__init__(in_modes, out_modes, init_std=init_std)
         self.weight = nn.Parameter(torch.empty(self.shapes(self.in_modes, self.out_modes)["weight"]))

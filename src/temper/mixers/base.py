@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from temper.ops import autograd, backend
+from temper.ops.plan import Native, Plan
 from temper.registry import Registered
 
 
@@ -14,7 +17,8 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
     Orientation: row m of `res` says where output stream m comes from (`temper.routing`).
     A new mixer is a subclass in a file of its own: which logits it needs (`logit_shape_for`), where
-    they start (`initial_bias`) and what they become (`forward`). See docs/adding-a-mixer.md.
+    they start (`initial_bias`) and what they become (`mix`). That is enough to work; `pull` makes it fast on every
+    device and `native` on a CPU. See docs/adding-a-mixer.md.
     """
 
     # Whether rows and columns of res sum to one: "exactly", "rows" (columns as it converges), or "no".
@@ -54,5 +58,31 @@ class Mixer(Registered, nn.Module, family="mixer"):
         """The bias, of shape logit_shape, at which res is (nearly) the identity."""
         raise NotImplementedError
 
-    def forward(self, logits: Tensor) -> Tensor:
+    def mix(self, logits: Tensor) -> Tensor:
+        """res (..., N, N), plainly: the definition that everything faster is compared to."""
         raise NotImplementedError
+
+    def solve(self, logits: Tensor) -> Tensor:
+        """The same where autograd is not watching, and so perhaps faster."""
+        return self.mix(logits)
+
+    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the logits from that of res, without autograd."""
+        raise NotImplementedError
+
+    @property
+    def has_pull(self) -> bool:
+        """Whether `pull` is there for these options."""
+        return type(self).pull is not Mixer.pull
+
+    def native(self) -> Native | None:
+        """This mixer as the native kernels know it, or None."""
+        return None
+
+    def plan(self) -> Plan:
+        """What an implementation must know to run this mixer by itself."""
+        return Plan.of_mixer(self.num_streams, math.prod(self.logit_shape), self.native())
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """res (..., N, N) of logits (..., *logit_shape), by the fastest implementation that serves."""
+        return autograd.mix(logits, self, backend.choose(logits, self.plan(), self))

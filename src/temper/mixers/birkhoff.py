@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.mixers.base import Mixer
+from temper.ops.plan import Native
 
 MAX_STREAMS = 6
 
@@ -53,8 +54,15 @@ class Birkhoff(Mixer, name="birkhoff"):
     def initial_bias(self) -> Tensor:
         return identity_bias(num_streams=self.num_streams)
 
-    def forward(self, logits: Tensor) -> Tensor:
-        return self.mixture(logits)
+    def mix(self, logits: Tensor) -> Tensor:
+        res: Tensor = self.mixture(logits)
+        return res
+
+    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+        return self.mixture.pull(logits, grad)
+
+    def native(self) -> Native:
+        return Native("permutations", factors=(self.num_streams,))
 
 
 class PermutationMixture(nn.Module):
@@ -84,6 +92,12 @@ class PermutationMixture(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         weights = logits.softmax(-1)
         return torch.tensordot(weights, self.permutations.to(weights.dtype), dims=1)
+
+    def pull(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the logits from that of the matrix."""
+        weights = logits.softmax(-1)
+        slope = torch.tensordot(grad, self.permutations.to(grad.dtype), dims=([-2, -1], [1, 2]))
+        return weights * (slope - (weights * slope).sum(-1, keepdim=True))
 
 
 def identity_bias(num_streams: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from temper.mixers.base import Mixer
 from temper.mixers.birkhoff import PermutationMixture, identity_bias, mixture_flops
+from temper.ops.plan import Native
 
 # 7! = 5,040 logits are still a matrix one can hold; 11! = 39,916,800 are not.
 MAX_FACTOR = 7
@@ -67,14 +68,44 @@ class Kronecker(Mixer, name="kronecker"):
     def initial_bias(self) -> Tensor:
         return torch.cat([identity_bias(size) for size in self.sizes])
 
-    def forward(self, logits: Tensor) -> Tensor:
-        parts = logits.split([math.factorial(size) for size in self.sizes], dim=-1)
-        res: Tensor | None = None
-        for size, part in zip(self.sizes, parts, strict=True):
-            factor = self.mixtures[str(size)](part)
-            res = factor if res is None else _kronecker(factor, res)
-        assert res is not None
-        return res
+    def mix(self, logits: Tensor) -> Tensor:
+        return self._products(self._factors(logits))[-1]
+
+    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+        factors = self._factors(logits)
+        products = self._products(factors)
+        slopes: list[Tensor] = []
+        for k in range(len(factors) - 1, -1, -1):
+            outer, inner = self.sizes[k], math.prod(self.sizes[:k])
+            # (A, A) of the factor and (B, B) of what it multiplies, apart.
+            blocks = grad.unflatten(-1, (outer, inner)).unflatten(-3, (outer, inner))
+            slopes.append(torch.einsum("...iajb,...ab->...ij", blocks, products[k - 1]) if k else grad)
+            grad = torch.einsum("...iajb,...ij->...ab", blocks, factors[k])
+        parts = self._parts(logits)
+        pulled = []
+        for size, part, slope in zip(self.sizes, parts, reversed(slopes), strict=True):
+            mixture = self.mixtures[str(size)]
+            assert isinstance(mixture, PermutationMixture)
+            pulled.append(mixture.pull(part, slope))
+        return torch.cat(pulled, dim=-1)
+
+    def native(self) -> Native:
+        return Native("permutations", factors=self.sizes)
+
+    def _parts(self, logits: Tensor) -> tuple[Tensor, ...]:
+        return logits.split([math.factorial(size) for size in self.sizes], dim=-1)
+
+    def _factors(self, logits: Tensor) -> list[Tensor]:
+        parts = self._parts(logits)
+        return [self.mixtures[str(size)](part) for size, part in zip(self.sizes, parts, strict=True)]
+
+    @staticmethod
+    def _products(factors: list[Tensor]) -> list[Tensor]:
+        """U^1, U^2 (x) U^1, .., all of them."""
+        products = factors[:1]
+        for factor in factors[1:]:
+            products.append(_kronecker(factor, products[-1]))
+        return products
 
 
 def prime_factors(number: int) -> tuple[int, ...]:

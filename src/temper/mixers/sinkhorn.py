@@ -8,24 +8,31 @@ import torch
 from torch import Tensor
 
 from temper.mixers.base import Mixer
+from temper.ops import newton
+from temper.ops import sinkhorn as scaling
+from temper.ops.plan import Native
+from temper.registry import unknown
 
 # Sums over this axis of res (..., M, N) are the row sums, or the column sums.
 AXES = {"rows": -1, "columns": -2}
+METHODS = ("plain", "newton")
 
 
 class Sinkhorn(Mixer, name="sinkhorn"):
     """exp(logits), then `iters` times: columns to sum 1, then rows to sum 1.
 
-    Computed in the log domain, so logits of any size give finite values and gradients. Rows are
-    exact, columns as far as the iteration has converged (docs/math.md says how far that is).
+    Logits of any size give finite values and gradients. Rows are exact, columns as far as the iteration has
+    converged (docs/math.md says how far that is); the method "newton" goes to the limit.
 
     Args:
-        iters: how many times both axes are normalised; 20 in the paper.
+        iters: how many times both axes are normalised; 20 in the paper. The most steps of "newton".
         tol: a token whose rows and columns all sum to 1 within `tol` is left as it is from then on.
-            Every token stops by itself, so its result never depends on its neighbours.
+            Every token stops by itself, so its result never depends on its neighbours. For "newton" 2e-6
+            (1e-12 in float64) unless given.
         last: the axis normalised last and hence exact, "rows" or "columns".
         eps: DeepSeek-V4's guard, in the linear domain: added to the first normalised matrix and
             to every sum that is divided by.
+        method: "plain", or "newton": what the plain iteration converges to, with the gradient of that limit.
 
     Reference: Sinkhorn, 1964; Xie et al., mHC, 2026.
     """
@@ -33,7 +40,14 @@ class Sinkhorn(Mixer, name="sinkhorn"):
     doubly_stochastic = "rows"
 
     def __init__(
-        self, num_streams: int, *, iters: int = 20, tol: float | None = None, last: str = "rows", eps: float = 0.0
+        self,
+        num_streams: int,
+        *,
+        iters: int = 20,
+        tol: float | None = None,
+        last: str = "rows",
+        eps: float = 0.0,
+        method: str = "plain",
     ) -> None:
         super().__init__(num_streams)
         if isinstance(iters, bool) or not isinstance(iters, int) or iters < 1:
@@ -44,7 +58,11 @@ class Sinkhorn(Mixer, name="sinkhorn"):
             raise ValueError(f"sinkhorn last is {last!r}; expected 'rows' or 'columns'")
         if not 0 <= eps < 1:
             raise ValueError(f"sinkhorn eps is {eps!r}; expected 0 <= eps < 1")
-        self.iters, self.tol, self.last, self.eps = iters, tol, last, eps
+        if method not in METHODS:
+            raise unknown("sinkhorn method", method, METHODS)
+        if method == "newton" and eps:
+            raise ValueError(f"sinkhorn eps is {eps!r} with method 'newton'; the limit needs no guard: leave eps at 0")
+        self.iters, self.tol, self.last, self.eps, self.method = iters, tol, last, eps, method
 
     @classmethod
     def logit_shape_for(cls, num_streams: int) -> tuple[int, ...]:
@@ -63,7 +81,10 @@ class Sinkhorn(Mixer, name="sinkhorn"):
     def initial_bias(self) -> Tensor:
         return torch.full(self.logit_shape, -8.0).fill_diagonal_(0.0)
 
-    def forward(self, logits: Tensor) -> Tensor:
+    def mix(self, logits: Tensor) -> Tensor:
+        return self._limit(logits) if self.method == "newton" else self._rounds(logits)
+
+    def _rounds(self, logits: Tensor) -> Tensor:
         last = AXES[self.last]
         first = -3 - last
         one_round = self._guarded_round if self.eps else _log_round
@@ -80,13 +101,61 @@ class Sinkhorn(Mixer, name="sinkhorn"):
                     break
         return value if self.eps else value.exp()
 
+    def _limit(self, logits: Tensor) -> Tensor:
+        turned = self._turn(logits)
+        with torch.no_grad():
+            shift = newton.find(turned, self.iters, self._tol(logits.dtype)).unsqueeze(-2)
+            limit = (turned + shift).softmax(-1)
+            weights = limit.mT @ limit
+        # One more step of Newton's that autograd sees has the gradient of the limit.
+        step = newton.solve_laplacian(weights, 1 - (turned + shift).softmax(-1).sum(-2))
+        return self._turn((turned + shift + step.unsqueeze(-2)).softmax(-1))
+
+    def _tol(self, dtype: torch.dtype) -> float:
+        return self.tol or (2e-6 if dtype == torch.float32 else 1e-12)
+
+    def _turn(self, matrix: Tensor) -> Tensor:
+        """The axis that is exact as rows, and back."""
+        return matrix if self.last == "rows" else matrix.mT
+
+    def solve(self, logits: Tensor) -> Tensor:
+        if self.method == "newton":
+            return self._turn(newton.solve(self._turn(logits), self.iters, self._tol(logits.dtype)))
+        tokens_last = self._turn(logits).movedim(0, -1)
+        if self.eps:
+            res = scaling.solve_guarded(tokens_last, self.iters, self.eps)
+        else:
+            res = scaling.solve(tokens_last.contiguous(), self.iters)
+        return self._turn(res.movedim(-1, 0))
+
+    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+        if self.method == "newton":
+            return self._turn(newton.pull(self._turn(res), self._turn(grad)))
+        tokens_last, slope = (self._turn(tensor).movedim(0, -1).contiguous() for tensor in (logits, grad))
+        if self.eps:
+            pulled = scaling.pull_guarded(tokens_last, slope, self.iters, self.eps)
+        else:
+            pulled = scaling.pull(tokens_last, slope, self.iters)
+        return self._turn(pulled.movedim(-1, 0))
+
+    @property
+    def has_pull(self) -> bool:
+        return self.method == "newton" or self.tol is None
+
+    def native(self) -> Native | None:
+        if self.eps and self.tol is not None:
+            return None
+        kind = "newton" if self.method == "newton" else "guarded" if self.eps else "sinkhorn"
+        return Native(kind, iters=self.iters, last_columns=self.last == "columns", tol=self.tol or 0.0, eps=self.eps)
+
     def _guarded_round(self, value: Tensor, first: int, last: int, index: int) -> Tensor:
         start = index == 0
         value = value.softmax(first) + self.eps if start else value / (value.sum(first, keepdim=True) + self.eps)
         return value / (value.sum(last, keepdim=True) + self.eps)
 
     def extra_repr(self) -> str:
-        return f"{self.num_streams}, iters={self.iters}, tol={self.tol}, last={self.last!r}, eps={self.eps}"
+        options = ("iters", "tol", "last", "eps", "method")
+        return ", ".join([str(self.num_streams), *(f"{name}={getattr(self, name)!r}" for name in options)])
 
 
 def _log_round(value: Tensor, first: int, last: int, index: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from temper.mixers.base import Mixer
+from temper.ops.plan import Native
 
 
 class Unconstrained(Mixer, name="unconstrained"):
@@ -18,5 +19,15 @@ class Unconstrained(Mixer, name="unconstrained"):
     def initial_bias(self) -> Tensor:
         return torch.eye(self.num_streams)
 
-    def forward(self, logits: Tensor) -> Tensor:
+    def mix(self, logits: Tensor) -> Tensor:
         return logits
+
+    def solve(self, logits: Tensor) -> Tensor:
+        # An operation may not return what it was given.
+        return logits.clone()
+
+    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+        return grad
+
+    def native(self) -> Native:
+        return Native("copy")

@@ -1,12 +1,41 @@
 """The operations that touch streams, written plainly: the oracle for every faster path.
 
-Letters: N streams, M destination streams, D features, R bottleneck rows. Everything is computed in
-the dtype of the streams: widen them first.
+Letters: N streams, M destination streams, D features, R bottleneck rows, K = N^2 + 2N routing weights of a token.
+Everything is computed in the dtype of the streams: widen them first. Autograd does the rest.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
+
+from temper.ops.plan import Fold, Plan
+
+if TYPE_CHECKING:
+    from temper.mixers.base import Mixer
+
+
+def begin(streams: Tensor, fold: Fold, plan: Plan, mixer: Mixer) -> tuple[Tensor, Tensor]:
+    """x (..., D) and the routing weights (..., K) of streams (..., N, D)."""
+    mean = streams.square().mean((-2, -1), keepdim=True)
+    rstd = (mean.clamp_min(plan.norm_eps) if plan.norm_clamp else mean + plan.norm_eps).rsqrt()
+    rows = project(streams, fold.in_map, rstd).split(plan.rows, dim=-1)
+    maps = fold.out.split(plan.map_sizes)
+    biases = fold.bias.split(plan.logits_of)
+    logits = [
+        bias + (row if direct else row @ out.view(row.shape[-1], -1))
+        for row, out, bias, direct in zip(rows, maps, biases, plan.direct, strict=True)
+    ]
+    pre, post = logits[0].sigmoid() + plan.pre_eps, 2 * logits[2].sigmoid()
+    weights = plan.pack(pre, mixer.mix(logits[1].unflatten(-1, mixer.logit_shape)), post)
+    return read(streams, pre), weights
+
+
+def finish(streams: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    """The next streams (..., N, D)."""
+    _, res, post = plan.split(weights)
+    return write(streams, y, res, post)
 
 
 def project(streams: Tensor, in_map: Tensor, rstd: Tensor) -> Tensor:

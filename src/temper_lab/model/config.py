@@ -27,6 +27,8 @@ class ModelConfig:
         rope_base: of the rotary position embedding.
         checkpoint_blocks: keep only what enters a block for the backward pass and compute the rest
             again: less memory, a third more time, the same gradients.
+        recompute: keep only some of the streams for the backward pass and mix the others again
+            (`temper.recompute`): less memory, a little more time, the same gradients.
     """
 
     depth: int
@@ -38,6 +40,7 @@ class ModelConfig:
     router: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rope_base: float = 10_000.0
     checkpoint_blocks: bool = False
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         for name in ("depth", "vocab_size", "context", "head_dim", "num_streams"):
@@ -48,8 +51,9 @@ class ModelConfig:
             raise ValueError(f"head_dim is {self.head_dim}; expected an even number: positions rotate pairs")
         if isinstance(self.rope_base, bool) or not isinstance(self.rope_base, int | float) or self.rope_base <= 1:
             raise ValueError(f"rope_base is {self.rope_base!r}; expected a number > 1")
-        if not isinstance(self.checkpoint_blocks, bool):
-            raise ValueError(f"checkpoint_blocks is {self.checkpoint_blocks!r}; expected true or false")
+        for name in ("checkpoint_blocks", "recompute"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
         if not isinstance(self.router, Mapping):
             raise ValueError(f"router is {self.router!r}; expected a mapping of overrides for temper.preset")
         object.__setattr__(self, "router", {key: _plain(value) for key, value in self.router.items()})

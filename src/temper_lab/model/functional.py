@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from temper.router import widen
+from temper.precision import widen
 
 EPS = 1e-6
 

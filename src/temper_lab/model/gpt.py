@@ -46,10 +46,12 @@ class Block(nn.Module):
         self.mlp_site = temper.HyperConnection(routing, layer_index=2 * layer + 1)
 
     def forward(self, streams: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache | None = None) -> Tensor:
+        # Nobody but the model has its streams, so that without autograd one buffer is enough for all sites.
+        in_place = not torch.is_grad_enabled()
         x, state = self.attention_site.begin(streams)
-        streams = self.attention_site.finish(state, self.attention(rms_norm(x), rotation, cache))
+        streams = self.attention_site.finish(state, self.attention(rms_norm(x), rotation, cache), in_place=in_place)
         x, state = self.mlp_site.begin(streams)
-        return self.mlp_site.finish(state, self.mlp(rms_norm(x)))
+        return self.mlp_site.finish(state, self.mlp(rms_norm(x)), in_place=in_place)
 
     def reset_parameters(self) -> None:
         """The branches start at nothing: their output matrices are zero."""
@@ -85,6 +87,8 @@ class GPT(nn.Module):
             self.rotary = Rotary(config.context, config.head_dim, config.rope_base)
             self.blocks = nn.ModuleList(Block(config, routing, layer) for layer in range(config.num_layers))
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.recompute:
+            temper.recompute(self)
         if device.type != "meta":
             self.to_empty(device=device)
             self.reset_parameters()

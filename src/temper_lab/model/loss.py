@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from temper.precision import no_autocast, widen
 from temper.registry import unknown
-from temper.router import no_autocast, widen
 
 CAP = 15.0
 REDUCTIONS = ("mean", "sum", "none")

@@ -1,0 +1,171 @@
+"""Compiles the native kernels once, into a cache keyed by source, flags, compiler and CPU, and loads them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-shared")
+# Tried in this order: not every compiler has OpenMP or knows the machine it runs on.
+EXTRAS = (("-march=native", "-fopenmp"), ("-march=native",), ())
+TIMEOUT = 300.0
+
+
+class UnavailableError(Exception):
+    """Why there are no native kernels here."""
+
+
+@cache
+def library(stored: str) -> ctypes.CDLL | None:
+    """The kernels for streams stored as `stored` (a C++ type), or None after one warning that says why."""
+    try:
+        return _load(stored)
+    except UnavailableError as reason:
+        warnings.warn(
+            f"temper has no native CPU kernels here and takes the slower `fused` path: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def can_load(stored: str) -> bool:
+    """Whether `library` has something; for tracing, a constant."""
+    return library(stored) is not None
+
+
+# What torch.compiler.assume_constant_result does, without importing the whole compiler.
+can_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def why_not() -> str | None:
+    """What keeps the kernels from being built, as far as can be told without building; None if nothing does."""
+    try:
+        _compiler()
+        cache_folder()
+    except UnavailableError as reason:
+        return str(reason)
+    return None
+
+
+def cache_folder() -> Path:
+    """Where kernels are kept: $TEMPER_CACHE, or `temper` in the user's cache, or a private temporary folder."""
+    if chosen := os.environ.get("TEMPER_CACHE"):
+        candidates = [Path(chosen)]
+    else:
+        base = os.environ.get("XDG_CACHE_HOME")
+        home = Path(base) if base else Path(os.path.expanduser("~")) / ".cache"
+        candidates = [home / "temper", Path(tempfile.gettempdir()) / f"temper-{_user()}"]
+    problems = []
+    for folder in candidates:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(folder)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as error:
+            problems.append(f"{folder}: {error.strerror or error}")
+    raise UnavailableError(
+        f"no folder to keep them in ({'; '.join(problems)}); set TEMPER_CACHE to one that can be written"
+    )
+
+
+def _check_private(folder: Path) -> None:
+    # Code is loaded from here: nobody else may be able to put some in.
+    status = folder.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH):
+        raise PermissionError(1, "belongs to, or can be written by, somebody else")
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+
+
+def _compiler() -> str:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for name in names:
+        if found := shutil.which(name):
+            return found
+    raise UnavailableError(f"no C++ compiler found (looked for {', '.join(names)}); install g++, or set CXX")
+
+
+def _load(stored: str) -> ctypes.CDLL:
+    compiler, folder = _compiler(), cache_folder()
+    identity = _identity(compiler)
+    failure = ""
+    for extra in EXTRAS:
+        flags = (*FLAGS, *extra, f"-DSTORED={stored}")
+        path = folder / f"kernels-{_digest(identity, flags)}.so"
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:
+                # Damaged: build it again.
+                path.unlink(missing_ok=True)
+        failure = _compile(compiler, flags, path)
+        if not failure:
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                failure = str(error)
+    raise UnavailableError(f"{compiler} could not build them: {failure}")
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> str:
+    """Builds beside the target and renames, so that processes that build at once do not meet; the error, or nothing."""
+    if sys.stderr.isatty():
+        print("temper: compiling CPU kernels, once (about 5 s) ...", file=sys.stderr)
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *flags, str(SOURCES / "kernels.cpp"), "-o", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        if done.returncode == 0:
+            os.replace(name, path)
+            return ""
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        return lines[0].strip() if lines else f"exit code {done.returncode}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@cache
+def _identity(compiler: str) -> str:
+    """Everything but the flags that decides what the compiler makes."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT, check=False).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UnavailableError(f"{compiler} does not run: {error}") from error
+    digest.update(version)
+    digest.update(_cpu().encode())
+    return digest.hexdigest()
+
+
+def _digest(identity: str, flags: tuple[str, ...]) -> str:
+    return hashlib.sha256(" ".join((identity, *flags)).encode()).hexdigest()[:24]
+
+
+def _cpu() -> str:
+    """What -march=native depends on: a cache may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))

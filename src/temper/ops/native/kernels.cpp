@@ -1,0 +1,580 @@
+// The passes over streams, and the routing between them, behind four functions with a plain C interface.
+//
+// Letters: N streams, D features, R bottleneck rows, K = N + N^2 + N routing weights of a token (pre, res, post).
+// Tokens are worked on in blocks of eight: while a block is in cache its streams are read once for the
+// sum of squares, the R dot products and x, and between those passes every lane is a token.
+// Blocks and the chunks of a reduction do not depend on the number of threads, so neither do the results.
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "lanes.h"
+#include "mixers.h"
+#include "plan.h"
+
+namespace temper {
+namespace {
+
+template <int value>
+using Const = std::integral_constant<int, value>;
+
+// f(0), f(1), .. with constants, written out: what they index then lives in registers.
+template <class F, int... K>
+inline void times(F&& f, std::integer_sequence<int, K...>) {
+    (f(Const<K>{}), ...);
+}
+template <int COUNT, class F>
+inline void times(F&& f) {
+    times(f, std::make_integer_sequence<int, COUNT>{});
+}
+
+// f(start, size) over `count` things, four, two or one at a time.
+template <class F>
+inline void by_four(Index count, F&& f) {
+    Index k = 0;
+    for (; k + 4 <= count; k += 4) f(k, Const<4>{});
+    if (k + 2 <= count) f(k, Const<2>{}), k += 2;
+    if (k < count) f(k, Const<1>{});
+}
+
+// The same, three, two or one at a time: four by three sums fill the registers.
+template <class F>
+inline void by_three(Index count, F&& f) {
+    Index k = 0;
+    for (; k + 3 <= count; k += 3) f(k, Const<3>{});
+    if (k + 2 == count) f(k, Const<2>{});
+    if (k + 1 == count) f(k, Const<1>{});
+}
+
+// f(feature, vector, how many vectors) over a range of features: packs, then single numbers.
+template <class R, class F>
+inline void features(Index begin, Index end, F&& f) {
+    Index d = begin;
+    for (; d + 2 * LANES <= end; d += 2 * LANES) f(d, Pack<R>{}, Const<2>{});
+    if (d + LANES <= end) f(d, Pack<R>{}, Const<1>{}), d += LANES;
+    for (; d < end; ++d) f(d, R{}, Const<1>{});
+}
+
+// Features that are worked on before the next row: few enough for the first cache.
+constexpr Index SPAN = 1024;
+
+// sums[a * stride + b] += <left row a, right row b> over `length` entries.
+template <class A, class B, class R>
+inline void dots(const A* left, Index num_left, Index left_stride, const B* right, Index num_right, Index right_stride,
+                 Index length, R* sums, Index stride) {
+    for (Index begin = 0; begin < length; begin += SPAN) {
+        Index end = std::min(length, begin + SPAN), whole = begin + (end - begin) / LANES * LANES;
+        by_three(num_right, [&](Index b, auto num_b) {
+            by_four(num_left, [&](Index a, auto num_a) {
+                constexpr int NA = num_a, NB = num_b;
+                const A* lines = left + a * left_stride;
+                const B* rows = right + b * right_stride;
+                Pack<R> sum[NA][NB] = {};
+#pragma GCC unroll 2
+                for (Index d = begin; d < whole; d += LANES) {
+                    Pack<R> row[NB];
+                    times<NB>([&](auto j) { row[j] = load<Pack<R>>(rows + j * right_stride + d); });
+                    times<NA>([&](auto i) {
+                        Pack<R> line = load<Pack<R>>(lines + i * left_stride + d);
+                        times<NB>([&](auto j) { sum[i][j] += line * row[j]; });
+                    });
+                }
+                for (int i = 0; i < NA; ++i)
+                    for (int j = 0; j < NB; ++j) {
+                        R rest = total(sum[i][j]);
+                        for (Index d = whole; d < end; ++d)
+                            rest += load<R>(lines + i * left_stride + d) * load<R>(rows + j * right_stride + d);
+                        sums[(a + i) * stride + b + j] += rest;
+                    }
+            });
+        });
+    }
+}
+
+template <class S, class R>
+inline R squares(const S* row, Index length) {
+    R result{};
+    for (Index begin = 0; begin < length; begin += SPAN) {
+        Index end = std::min(length, begin + SPAN), d = begin;
+        Pack<R> sum[2] = {};
+        for (; d + 2 * LANES <= end; d += 2 * LANES)
+            for (int u = 0; u < 2; ++u) {
+                Pack<R> v = load<Pack<R>>(row + d + u * LANES);
+                sum[u] += v * v;
+            }
+        R rest = total(sum[0] + sum[1]);
+        for (; d < end; ++d) rest += load<R>(row + d) * load<R>(row + d);
+        result += rest;
+    }
+    return result;
+}
+
+// acc[k][u] += sum_i weights[k * step_k + i * step_i] rows[i][d + u].
+template <class V, int NK, int U, class S, class R>
+inline void mix(V (&acc)[NK][U], const R* weights, Index step_k, Index step_i, const S* rows, Index num_rows,
+                Index stride, Index d) {
+    for (Index i = 0; i < num_rows; ++i) {
+        V row[U];
+        for (int u = 0; u < U; ++u) {
+            row[u] = load<V>(rows + i * stride + d + u * Width<V>::value);
+            in_register(row[u]);
+        }
+        for (int k = 0; k < NK; ++k) {
+            R weight = weights[k * step_k + i * step_i];
+            for (int u = 0; u < U; ++u) acc[k][u] += row[u] * weight;
+        }
+    }
+}
+
+// out[d] = sum_i weights[i] rows[i][d].
+template <class S, class T, class R>
+inline void combine(const R* weights, const S* rows, Index num_rows, Index dim, T* out) {
+    features<R>(0, dim, [&](Index d, auto kind, auto num) {
+        using V = decltype(kind);
+        V acc[1][num] = {};
+        mix(acc, weights, 0, 1, rows, num_rows, dim, d);
+        for (int u = 0; u < num; ++u) store(out + d + u * Width<V>::value, acc[0][u]);
+    });
+}
+
+// Rows of a map, tile of features by tile of features. In rows of their own, neighbours would often lie a
+// multiple of 4096 bytes apart and keep throwing each other out of the cache.
+struct Tiles {
+    static constexpr Index SIZE = 2 * LANES;
+    Tiles(Index rows, Index streams, Index dim)
+        : rows(rows), streams(streams), dim(dim), across((dim + SIZE - 1) / SIZE) {}
+
+    Index size() const { return streams * across * rows * SIZE; }
+    // Where row 0 has feature d of stream n; the next row is SIZE further.
+    Index at(Index n, Index d) const { return (n * across + d / SIZE) * rows * SIZE + d % SIZE; }
+
+    // Copies between rows (rows, streams * dim) and tiles, from `begin` to `end` of the streams.
+    template <class R, class F>
+    void each(R* plain, F&& f) const {
+        for (Index n = 0; n < streams; ++n)
+            for (Index d = 0; d < dim; d += SIZE)
+                for (Index r = 0; r < rows; ++r)
+                    f(plain + (r * streams + n) * dim + d, at(n, d) + r * SIZE, std::min(SIZE, dim - d));
+    }
+
+    Index rows, streams, dim, across;
+};
+
+// Sizes that follow from a plan.
+struct Sizes {
+    explicit Sizes(const Plan& plan)
+        : n(plan.streams), dim(plan.dim), width(n * dim), logits{n, plan.logits, n}, weights(n * n + 2 * n) {
+        for (int h = 0; h < 3; ++h) {
+            rows += plan.rows[h];
+            biases += logits[h];
+            maps += plan.direct[h] ? 0 : plan.rows[h] * logits[h];
+        }
+    }
+    Index n, dim, width, logits[3], weights, rows = 0, biases = 0, maps = 0;
+};
+
+// The routing of a block, a token in every lane.
+template <class R>
+struct Routing {
+    using V = Pack<R>;
+    explicit Routing(const Sizes& sizes)
+        : z(sizes.rows),
+          bottleneck(sizes.rows),
+          logits(sizes.biases),
+          weights(sizes.weights),
+          d_z(sizes.rows),
+          d_logits(sizes.biases),
+          d_weights(sizes.weights) {}
+
+    // logits = bias + bottleneck . out, head by head.
+    void fill_logits(const Plan& plan, const Sizes& sizes, const R* out, const R* bias) {
+        V *logit = logits.data(), *row = bottleneck.data();
+        for (int h = 0; h < 3; ++h) {
+            Index num = sizes.logits[h];
+            for (Index o = 0; o < num; ++o) logit[o] = same<V>(bias[o]);
+            if (plan.direct[h])
+                for (Index o = 0; o < num; ++o) logit[o] += row[o];
+            else
+                for (Index r = 0; r < plan.rows[h]; ++r, out += num)
+                    for (Index o = 0; o < num; ++o) logit[o] += row[r] * out[o];
+            logit += num, bias += num, row += plan.rows[h];
+        }
+    }
+
+    std::vector<V> z, bottleneck, logits, weights, d_z, d_logits, d_weights;
+    V rstd, slope;
+};
+
+template <class R>
+inline void to_lanes(const R* rows, Index count, Index length, Pack<R>* lanes) {
+    for (Index e = 0; e < length; ++e) {
+        Pack<R> v{};
+        for (Index t = 0; t < count; ++t) v[t] = rows[t * length + e];
+        lanes[e] = v;
+    }
+}
+template <class R>
+inline void from_lanes(const Pack<R>* lanes, Index count, Index length, R* rows) {
+    for (Index e = 0; e < length; ++e)
+        for (Index t = 0; t < count; ++t) rows[t * length + e] = lanes[e][t];
+}
+
+// Has `threads` threads work on the blocks; `make` gives each a worker of its own.
+template <class Make>
+inline void over(Index count, int threads, Make&& make) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
+    {
+        auto work = make();
+#pragma omp for schedule(static)
+        for (Index k = 0; k < count; ++k) work(k);
+    }
+}
+
+inline Index blocks_of(Index tokens) { return (tokens + LANES - 1) / LANES; }
+
+template <class S, class R = Real<S>>
+void begin(const Plan& plan, Index tokens, int threads, bool project, const S* streams, const R* in_map, const R* out,
+           const R* bias, S* x, R* weights, R* z, R* norms) {
+    const Sizes sizes(plan);
+    over(blocks_of(tokens), threads, [&] {
+        return [&, mixer = make_mixer<R>(plan), routing = Routing<R>(sizes)](Index block) mutable {
+            using V = Pack<R>;
+            const Index first = block * LANES, count = std::min<Index>(LANES, tokens - first);
+            const S* h = streams + first * sizes.width;
+            R* rows = z + first * sizes.rows;
+            if (project) {
+                std::fill(rows, rows + count * sizes.rows, R(0));
+                dots(h, count, sizes.width, in_map, sizes.rows, sizes.width, sizes.width, rows, sizes.rows);
+            }
+            V square = same<V>(1);
+            for (Index t = 0; t < count; ++t) square[t] = squares<S, R>(h + t * sizes.width, sizes.width);
+            for (int t = 0; t < LANES; ++t) {
+                R mean = square[t] / R(sizes.width), eps = R(plan.norm_eps);
+                R scale = R(1) / std::sqrt(plan.clamp ? std::max(mean, eps) : mean + eps);
+                routing.rstd[t] = scale;
+                if (t >= count) continue;
+                norms[(first + t) * 2] = scale;
+                // d rstd = slope * sum H dH.
+                norms[(first + t) * 2 + 1] = plan.clamp && mean < eps ? R(0) : -scale * scale * scale / R(sizes.width);
+            }
+            to_lanes(rows, count, sizes.rows, routing.z.data());
+            for (Index r = 0; r < sizes.rows; ++r) routing.bottleneck[r] = routing.z[r] * routing.rstd;
+            routing.fill_logits(plan, sizes, out, bias);
+            const Index n = sizes.n;
+            V *pre = routing.weights.data(), *res = pre + n, *post = res + n * n;
+            const V *logits = routing.logits.data(), *last = logits + n + plan.logits;
+            for (Index k = 0; k < n; ++k) {
+                pre[k] = sigmoid(logits[k]) + same<V>(plan.pre_eps);
+                post[k] = sigmoid(last[k]) * same<V>(2);
+            }
+            mixer->forward(logits + n, res);
+            R* mine = weights + first * sizes.weights;
+            from_lanes(routing.weights.data(), count, sizes.weights, mine);
+            if (x)
+                for (Index t = 0; t < count; ++t)
+                    combine(mine + t * sizes.weights, h + t * sizes.width, n, sizes.dim, x + (first + t) * sizes.dim);
+        };
+    });
+}
+
+template <class S, class Y, class R = Real<S>>
+void finish(const Plan& plan, Index tokens, int threads, const S* streams, const Y* y, const R* weights, S* next) {
+    const Sizes sizes(plan);
+    const Index n = sizes.n, dim = sizes.dim;
+    // In place, a token's streams are needed until all of them are mixed.
+    const bool in_place = streams == next;
+    over(tokens, threads, [&] {
+        return [&, buffer = std::vector<S>(in_place ? sizes.width : 0)](Index t) mutable {
+            const S* h = streams + t * sizes.width;
+            const R *res = weights + t * sizes.weights + n, *post = res + n * n;
+            const Y* branch = y + t * dim;
+            S* target = in_place ? buffer.data() : next + t * sizes.width;
+            by_four(n, [&](Index m, auto num_m) {
+                features<R>(0, dim, [&](Index d, auto kind, auto num) {
+                    using V = decltype(kind);
+                    constexpr int NM = num_m, U = num;
+                    V acc[NM][U];
+                    for (int u = 0; u < U; ++u) {
+                        V value = load<V>(branch + d + u * Width<V>::value);
+                        for (int k = 0; k < NM; ++k) acc[k][u] = value * post[m + k];
+                    }
+                    mix(acc, res + m * n, n, 1, h, n, dim, d);
+                    for (int k = 0; k < NM; ++k)
+                        for (int u = 0; u < U; ++u) store(target + (m + k) * dim + d + u * Width<V>::value, acc[k][u]);
+                });
+            });
+            if (in_place) std::copy(buffer.begin(), buffer.end(), next + t * sizes.width);
+        };
+    });
+}
+
+template <class S, class Y, class R = Real<S>>
+void finish_backward(const Plan& plan, Index tokens, int threads, const S* grad, const S* streams, const Y* y,
+                     const R* weights, Y* d_y, R* d_weights) {
+    const Sizes sizes(plan);
+    const Index n = sizes.n, dim = sizes.dim;
+    over(tokens, threads, [&] {
+        return [&](Index t) {
+            const S *g = grad + t * sizes.width, *h = streams + t * sizes.width;
+            R *mine = d_weights + t * sizes.weights, *d_res = mine + n, *d_post = d_res + n * n;
+            std::fill(mine, mine + sizes.weights, R(0));
+            dots(g, n, dim, h, n, dim, dim, d_res, n);
+            dots(g, n, dim, y + t * dim, 1, dim, dim, d_post, 1);
+            combine(weights + t * sizes.weights + n + n * n, g, n, dim, d_y + t * dim);
+        };
+    });
+}
+
+// The gradient of a block's streams, all of its parts at once, and the block's share of the gradient of the map:
+//     dH[n] = own H[n] + pre[n] dx + sum_m res[m, n] G[m] + sum_r dz[r] in_map[r, n],   din_map[r] += dz[r] H.
+// `slopes` is dz, eight tokens for every row; `packed` and `sums` are maps in tiles.
+template <class S, class R>
+void pull(const Tiles tiles, const Index count, const S* streams, const S* grad, const S* d_x, const R* weights,
+          const R* own, const R* slopes, const R* packed, R* sums, S* out) {
+    const Index n = tiles.streams, dim = tiles.dim, rows = tiles.rows, width = n * dim, stride = n * n + 2 * n;
+    // Features of all tokens before the next features: the maps stay in the first cache.
+    const Index span = 128;
+    for (Index begin = 0; begin < dim; begin += span) {
+        const Index end = std::min(dim, begin + span);
+        for (Index t = 0; t < count; ++t) {
+            const R* weight = weights + t * stride;
+            const S *h = streams + t * width, *g = grad + t * width, *x = d_x + t * dim;
+            const R factor = own[t];
+            if (grad && t + 1 < count)
+                // The gradient comes from memory, in pieces too short for the machine to foresee.
+                for (Index k = 0; k < n; ++k)
+                    for (Index d = begin; d < end; d += 64 / sizeof(S)) __builtin_prefetch(g + width + k * dim + d);
+            by_four(n, [&](Index k, auto num_k) {
+                features<R>(begin, end, [&](Index d, auto kind, auto num) {
+                    using V = decltype(kind);
+                    constexpr int NK = num_k, U = num, W = Width<V>::value;
+                    V acc[NK][U];
+                    for (int i = 0; i < NK; ++i)
+                        for (int u = 0; u < U; ++u) acc[i][u] = load<V>(h + (k + i) * dim + d + u * W) * factor;
+                    if (d_x) mix(acc, weight + k, 1, 0, x, 1, dim, d);
+                    if (grad) mix(acc, weight + n + k, 1, n, g, n, dim, d);
+                    const R* map[NK];
+                    for (int i = 0; i < NK; ++i) map[i] = packed + tiles.at(k + i, d);
+                    for (Index r = 0; r < rows; ++r) {
+                        const R slope = slopes[r * LANES + t];
+                        for (int i = 0; i < NK; ++i)
+                            for (int u = 0; u < U; ++u) acc[i][u] += load<V>(map[i] + r * Tiles::SIZE + u * W) * slope;
+                    }
+                    S* target = out + t * width + k * dim + d;
+                    for (int i = 0; i < NK; ++i, target += dim)
+                        for (int u = 0; u < U; ++u) store(target + u * W, acc[i][u]);
+                });
+            });
+        }
+        for (Index k = 0; k < (rows ? n : 0); ++k)
+            by_four(count, [&](Index t, auto num_t) {
+                features<R>(begin, end, [&](Index d, auto kind, auto num) {
+                    using V = decltype(kind);
+                    constexpr int NT = num_t, U = num, W = Width<V>::value;
+                    V h[NT][U];
+                    for (int i = 0; i < NT; ++i)
+                        for (int u = 0; u < U; ++u) h[i][u] = load<V>(streams + (t + i) * width + k * dim + d + u * W);
+                    R* target = sums + tiles.at(k, d);
+                    for (Index r = 0; r < rows; ++r, target += Tiles::SIZE) {
+                        V acc[U];
+                        for (int u = 0; u < U; ++u) acc[u] = load<V>(target + u * W);
+                        for (int i = 0; i < NT; ++i) {
+                            V slope = same<V>(slopes[r * LANES + t + i]);
+                            in_register(slope);
+                            for (int u = 0; u < U; ++u) acc[u] += h[i][u] * slope;
+                        }
+                        for (int u = 0; u < U; ++u) store(target + u * W, acc[u]);
+                    }
+                });
+            });
+    }
+}
+
+// Tokens whose sums over tokens are taken together; a function of the shape alone.
+inline Index chunk_of(Index tokens) {
+    const Index least = 256, most = 64;
+    Index chunk = std::max(least, (tokens + most - 1) / most);
+    return (chunk + LANES - 1) / LANES * LANES;
+}
+
+template <class S, class R = Real<S>>
+void begin_backward(const Plan& plan, Index tokens, int threads, bool project, const S* grad, const S* d_x,
+                    const R* d_weights, const S* streams, const R* in_map, const R* out, const R* bias,
+                    const R* weights, const R* z, const R* norms, S* d_streams, R* d_in, R* d_z, R* d_out, R* d_bias) {
+    const Sizes sizes(plan);
+    const Index n = sizes.n, dim = sizes.dim;
+    const Tiles tiles(project ? sizes.rows : 0, n, dim);
+    const Index num_in = tiles.size();
+    std::unique_ptr<R[]> packed(new R[std::max<Index>(1, num_in)]);
+    tiles.each(in_map, [&](const R* row, Index tile, Index count) { std::copy_n(row, count, packed.get() + tile); });
+    const Index chunk = chunk_of(tokens), chunks = (tokens + chunk - 1) / chunk,
+                part = num_in + sizes.maps + sizes.biases;
+    std::unique_ptr<R[]> parts(new R[std::max<Index>(1, chunks * part)]);
+    over(chunks, threads, [&] {
+        return [&, mixer = make_mixer<R>(plan), routing = Routing<R>(sizes), d_maps = std::vector<Pack<R>>(sizes.maps),
+                d_biases = std::vector<Pack<R>>(sizes.biases), d_pre = std::vector<R>(LANES * n)](Index c) mutable {
+            using V = Pack<R>;
+            R* sum_in = parts.get() + c * part;
+            std::fill(sum_in, sum_in + num_in, R(0));
+            std::fill(d_maps.begin(), d_maps.end(), V{});
+            std::fill(d_biases.begin(), d_biases.end(), V{});
+            const Index stop = std::min(tokens, (c + 1) * chunk);
+            for (Index first = c * chunk; first < stop; first += LANES) {
+                const Index count = std::min<Index>(LANES, stop - first);
+                const S* h = streams + first * sizes.width;
+                const R* mine = weights + first * sizes.weights;
+                std::fill(d_pre.begin(), d_pre.end(), R(0));
+                if (d_x)
+                    for (Index t = 0; t < count; ++t)
+                        dots(h + t * sizes.width, n, dim, d_x + (first + t) * dim, 1, dim, dim, &d_pre[t * n], 1);
+
+                to_lanes(z + first * sizes.rows, count, sizes.rows, routing.z.data());
+                to_lanes(mine, count, sizes.weights, routing.weights.data());
+                if (d_weights)
+                    to_lanes(d_weights + first * sizes.weights, count, sizes.weights, routing.d_weights.data());
+                else
+                    std::fill(routing.d_weights.begin(), routing.d_weights.end(), V{});
+                routing.rstd = routing.slope = V{};
+                for (Index t = 0; t < count; ++t) {
+                    routing.rstd[t] = norms[(first + t) * 2];
+                    routing.slope[t] = norms[(first + t) * 2 + 1];
+                    for (Index k = 0; k < n; ++k) routing.d_weights[k][t] += d_pre[t * n + k];
+                }
+                for (Index r = 0; r < sizes.rows; ++r) routing.bottleneck[r] = routing.z[r] * routing.rstd;
+                routing.fill_logits(plan, sizes, out, bias);
+                const V *pre = routing.weights.data(), *res = pre + n, *post = res + n * n;
+                const V *g_pre = routing.d_weights.data(), *g_res = g_pre + n, *g_post = g_res + n * n;
+                V *l_pre = routing.d_logits.data(), *l_res = l_pre + n, *l_post = l_res + plan.logits;
+                for (Index k = 0; k < n; ++k) {
+                    V gate = pre[k] - same<V>(plan.pre_eps);
+                    l_pre[k] = g_pre[k] * gate * (same<V>(1) - gate);
+                    l_post[k] = g_post[k] * post[k] * (same<V>(1) - post[k] * same<V>(0.5));
+                }
+                mixer->backward(routing.logits.data() + n, res, g_res, l_res);
+
+                // Back through bias, output map and norm.
+                V* sums = d_maps.data();
+                const V *logit = routing.d_logits.data(), *row = routing.bottleneck.data();
+                V *slope = routing.d_z.data(), d_rstd{};
+                const R* map = out;
+                for (Index o = 0; o < sizes.biases; ++o) d_biases[o] += logit[o];
+                for (int head = 0; head < 3; ++head) {
+                    const Index num = sizes.logits[head];
+                    for (Index r = 0; r < plan.rows[head]; ++r) {
+                        V sum = plan.direct[head] ? logit[r] : V{};
+                        if (!plan.direct[head]) {
+                            for (Index o = 0; o < num; ++o) {
+                                sum += logit[o] * map[o];
+                                sums[o] += logit[o] * row[r];
+                            }
+                            map += num, sums += num;
+                        }
+                        slope[r] = sum;
+                    }
+                    logit += num, row += plan.rows[head], slope += plan.rows[head];
+                }
+                for (Index r = 0; r < sizes.rows; ++r) {
+                    d_rstd += routing.d_z[r] * routing.z[r];
+                    routing.d_z[r] *= routing.rstd;
+                }
+                const V own = d_rstd * routing.slope;
+                if (d_z) from_lanes(routing.d_z.data(), count, sizes.rows, d_z + first * sizes.rows);
+
+                R factors[LANES];
+                for (int t = 0; t < LANES; ++t) factors[t] = own[t];
+                const R* slopes = reinterpret_cast<const R*>(routing.d_z.data());
+                pull(tiles, count, h, grad ? grad + first * sizes.width : nullptr, d_x ? d_x + first * dim : nullptr,
+                     mine, factors, slopes, packed.get(), sum_in, d_streams + first * sizes.width);
+            }
+            R* rest = sum_in + num_in;
+            for (Index e = 0; e < sizes.maps; ++e) *rest++ = total(d_maps[e]);
+            for (Index o = 0; o < sizes.biases; ++o) *rest++ = total(d_biases[o]);
+        };
+    });
+    // Chunk after chunk, in their order.
+    auto reduce = [&](Index offset, Index count, R* target) {
+        const Index piece = 4096;
+        over((count + piece - 1) / piece, threads, [&] {
+            return [&](Index k) {
+                const Index stop = std::min(count, (k + 1) * piece);
+                for (Index e = k * piece; e < stop; ++e) target[e] = chunks ? parts[offset + e] : R(0);
+                for (Index c = 1; c < chunks; ++c)
+                    for (Index e = k * piece; e < stop; ++e) target[e] += parts[c * part + offset + e];
+            };
+        });
+    };
+    if (project) {
+        reduce(0, num_in, packed.get());
+        tiles.each(d_in, [&](R* row, Index tile, Index count) { std::copy_n(packed.get() + tile, count, row); });
+    }
+    reduce(num_in, sizes.maps, d_out);
+    reduce(num_in + sizes.maps, sizes.biases, d_bias);
+}
+
+// A mixer by itself: logits (tokens, *logit_shape) -> res (tokens, N, N), or the gradient back.
+template <class R>
+void mixer(const Plan& plan, Index tokens, int threads, const R* logits, const R* res, const R* grad, R* target) {
+    const Index entries = plan.streams * plan.streams, num = plan.logits;
+    over(blocks_of(tokens), threads, [&] {
+        return [&, mixer = make_mixer<R>(plan), in = std::vector<Pack<R>>(num), matrix = std::vector<Pack<R>>(entries),
+                slope = std::vector<Pack<R>>(entries),
+                result = std::vector<Pack<R>>(std::max(num, entries))](Index block) mutable {
+            const Index first = block * LANES, count = std::min<Index>(LANES, tokens - first);
+            to_lanes(logits + first * num, count, num, in.data());
+            if (!grad) {
+                mixer->forward(in.data(), result.data());
+                from_lanes(result.data(), count, entries, target + first * entries);
+                return;
+            }
+            to_lanes(res + first * entries, count, entries, matrix.data());
+            to_lanes(grad + first * entries, count, entries, slope.data());
+            mixer->backward(in.data(), matrix.data(), slope.data(), result.data());
+            from_lanes(result.data(), count, num, target + first * num);
+        };
+    });
+}
+
+}  // namespace
+}  // namespace temper
+
+// The interface: `begin` and `mixer` in the stored type, `finish` for each type of branch output. STORED is given
+// by the compiler: only what is used is compiled.
+using temper::BFloat16;
+using temper::Plan;
+using S = STORED;
+using R = temper::Real<S>;
+using std::int64_t;
+
+extern "C" void begin(const Plan* plan, int64_t tokens, int threads, int project, const S* streams, const R* in_map,
+                      const R* out, const R* bias, S* x, R* weights, R* z, R* norms) {
+    temper::begin<S>(*plan, tokens, threads, project, streams, in_map, out, bias, x, weights, z, norms);
+}
+
+extern "C" void begin_backward(const Plan* plan, int64_t tokens, int threads, int project, const S* grad, const S* d_x,
+                               const R* d_weights, const S* streams, const R* in_map, const R* out, const R* bias,
+                               const R* weights, const R* z, const R* norms, S* d_streams, R* d_in, R* d_z, R* d_out,
+                               R* d_bias) {
+    temper::begin_backward<S>(*plan, tokens, threads, project, grad, d_x, d_weights, streams, in_map, out, bias,
+                              weights, z, norms, d_streams, d_in, d_z, d_out, d_bias);
+}
+
+extern "C" void mixer(const Plan* plan, int64_t tokens, int threads, const R* logits, const R* res, const R* grad,
+                      R* target) {
+    temper::mixer<R>(*plan, tokens, threads, logits, res, grad, target);
+}
+
+// y in the type of the streams, or in the other of float and bfloat16.
+#define FINISH(NAME, Y)                                                                                           \
+    extern "C" void finish##NAME(const Plan* plan, int64_t tokens, int threads, const S* streams, const Y* y,     \
+                                 const R* weights, S* next) {                                                     \
+        temper::finish<S, Y>(*plan, tokens, threads, streams, y, weights, next);                                  \
+    }                                                                                                             \
+    extern "C" void finish_backward##NAME(const Plan* plan, int64_t tokens, int threads, const S* grad,           \
+                                          const S* streams, const Y* y, const R* weights, Y* d_y, R* d_weights) { \
+        temper::finish_backward<S, Y>(*plan, tokens, threads, grad, streams, y, weights, d_y, d_weights);         \
+    }
+
+using Other = std::conditional_t<sizeof(S) == 4, BFloat16, R>;
+FINISH(, S)
+FINISH(_other, Other)

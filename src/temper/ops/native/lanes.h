@@ -1,0 +1,208 @@
+// Vectors of eight numbers, and how streams are loaded into them.
+//
+// Two uses: eight neighbouring features of one token (the passes over streams), or the same number
+// of eight tokens (routing, where every lane is a token). GCC's vector types, so that one source serves every CPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace temper {
+
+constexpr int LANES = 8;
+using Index = std::int64_t;
+
+template <class Real>
+struct PackOf {
+    typedef Real type __attribute__((vector_size(LANES * sizeof(Real))));
+};
+template <class Real>
+using Pack = typename PackOf<Real>::type;
+
+typedef std::int32_t Int8 __attribute__((vector_size(32)));
+typedef std::uint32_t Word8 __attribute__((vector_size(32)));
+typedef std::uint16_t Half8 __attribute__((vector_size(16)));
+
+struct BFloat16 {
+    std::uint16_t bits;
+};
+
+// What is stored in S is computed in Real<S>.
+template <class S>
+struct RealOf {
+    typedef S type;
+};
+template <>
+struct RealOf<BFloat16> {
+    typedef float type;
+};
+template <class S>
+using Real = typename RealOf<S>::type;
+
+template <class V>
+struct Width {
+    static constexpr int value = LANES;
+};
+template <>
+struct Width<float> {
+    static constexpr int value = 1;
+};
+template <>
+struct Width<double> {
+    static constexpr int value = 1;
+};
+
+// One number in every lane.
+template <class V>
+inline V same(double value) {
+    if constexpr (Width<V>::value == 1)
+        return V(value);
+    else
+        return V{} + std::remove_reference_t<decltype(std::declval<V&>()[0])>(value);
+}
+
+// V is a Pack, or a single number for what is left of a row.
+template <class V>
+inline V load(const float* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class V>
+inline V load(const double* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class V>
+inline V load(const BFloat16* p);
+template <>
+inline Pack<float> load<Pack<float>>(const BFloat16* p) {
+    Half8 half;
+    std::memcpy(&half, p, sizeof half);
+    Word8 word = __builtin_convertvector(half, Word8) << 16;
+    Pack<float> v;
+    std::memcpy(&v, &word, sizeof v);
+    return v;
+}
+template <>
+inline float load<float>(const BFloat16* p) {
+    std::uint32_t word = std::uint32_t(p->bits) << 16;
+    float v;
+    std::memcpy(&v, &word, sizeof v);
+    return v;
+}
+
+template <class V>
+inline void store(float* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+template <class V>
+inline void store(double* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+// To the nearest, ties to even; what is not a number stays so.
+inline void store(BFloat16* p, Pack<float> v) {
+    Word8 word;
+    std::memcpy(&word, &v, sizeof word);
+    Word8 rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    Half8 half = __builtin_convertvector(v == v ? rounded : Word8{} + 0x7fc0u, Half8);
+    std::memcpy(p, &half, sizeof half);
+}
+inline void store(BFloat16* p, float v) {
+    std::uint32_t word;
+    std::memcpy(&word, &v, sizeof word);
+    p->bits = v == v ? std::uint16_t((word + 0x7fffu + ((word >> 16) & 1u)) >> 16) : std::uint16_t(0x7fc0u);
+}
+
+// Keeps a vector that is used several times in a register: left alone, GCC loads it again for every use.
+template <class V>
+inline void in_register([[maybe_unused]] V& v) {
+#if defined(__AVX__)
+    if constexpr (sizeof(V) <= 32) asm("" : "+x"(v));
+#endif
+}
+
+inline float total(float v) { return v; }
+inline double total(double v) { return v; }
+template <class V>
+inline auto total(V v) {
+    auto low = (v[0] + v[4]) + (v[2] + v[6]);
+    auto high = (v[1] + v[5]) + (v[3] + v[7]);
+    return low + high;
+}
+
+// Elementary functions of eight tokens at once.
+inline Pack<float> exp(Pack<float> x) {
+    const Pack<float> magic = same<Pack<float>>(12582912.0f);
+    Pack<float> least = same<Pack<float>>(-87.3f), most = same<Pack<float>>(88.3f);
+    Pack<float> inside = x < least ? least : (x > most ? most : x);
+    Pack<float> power = (inside * 1.44269504f + magic) - magic;
+    // ln 2 in two parts: the first has few digits, so that its product with the power is exact.
+    Pack<float> r = (inside - power * 0.693359375f) - power * -2.12194440e-4f;
+    Pack<float> sum = same<Pack<float>>(1.0f / 5040);
+    sum = sum * r + 1.0f / 720;
+    sum = sum * r + 1.0f / 120;
+    sum = sum * r + 1.0f / 24;
+    sum = sum * r + 1.0f / 6;
+    sum = sum * r + 0.5f;
+    sum = sum * r + 1.0f;
+    sum = sum * r + 1.0f;
+    Int8 bits = (__builtin_convertvector(power, Int8) + 127) << 23;
+    Pack<float> scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    Pack<float> result = x < least ? Pack<float>{} : sum * scale;
+    return x == x ? result : x;
+}
+inline Pack<float> log(Pack<float> x) {
+    Int8 bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    Int8 power = ((bits - 0x3f3504f3) >> 23);
+    Int8 mantissa_bits = bits - (power << 23);
+    Pack<float> m;
+    std::memcpy(&m, &mantissa_bits, sizeof m);
+    // log m = 2 artanh((m - 1) / (m + 1)) with m between the roots of 1/2 and 2.
+    Pack<float> s = (m - 1.0f) / (m + 1.0f), q = s * s;
+    Pack<float> sum = same<Pack<float>>(2.0f / 9);
+    sum = sum * q + 2.0f / 7;
+    sum = sum * q + 2.0f / 5;
+    sum = sum * q + 2.0f / 3;
+    sum = sum * q + 2.0f;
+    Pack<float> n = __builtin_convertvector(power, Pack<float>);
+    return (sum * s + n * -2.12194440e-4f) + n * 0.693359375f;
+}
+inline Pack<double> exp(Pack<double> x) {
+    for (int k = 0; k < LANES; ++k) x[k] = std::exp(x[k]);
+    return x;
+}
+inline Pack<double> log(Pack<double> x) {
+    for (int k = 0; k < LANES; ++k) x[k] = std::log(x[k]);
+    return x;
+}
+template <class V>
+inline V max(V a, V b) {
+    return a > b ? a : b;
+}
+template <class V>
+inline V min(V a, V b) {
+    return a < b ? a : b;
+}
+template <class V>
+inline V abs(V a) {
+    return a < V{} ? -a : a;
+}
+template <class V>
+inline V sigmoid(V x) {
+    return same<V>(1) / (exp(-x) + 1);
+}
+template <class M>
+inline bool any(M mask) {
+    for (int k = 0; k < LANES; ++k)
+        if (mask[k]) return true;
+    return false;
+}
+
+}  // namespace temper

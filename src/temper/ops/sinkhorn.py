@@ -1,0 +1,99 @@
+"""Sinkhorn's rounds without autograd: scaling vectors where numbers allow it, logarithms elsewhere.
+
+Letters: N streams, T tokens last, so that every operation runs over tokens. The axis normalised last comes first:
+callers transpose if that is the columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Beyond this spread of logits the scaling vectors would leave the range of the numbers.
+WIDEST = {torch.float32: 40.0, torch.float64: 300.0}
+
+
+def solve(logits_NNT: Tensor, iters: int) -> Tensor:
+    """res (N, N, T) after `iters` rounds of columns, then rows."""
+    if not _can_scale(logits_NNT):
+        return _rounds(logits_NNT, iters)[-1].exp()
+    kernel, rows, columns = _scale(logits_NNT, iters)
+    return kernel * rows[-1].unsqueeze(1) * columns[-1]
+
+
+def pull(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
+    """The gradient of the logits from that of res.
+
+    In logit space a normalisation takes P times the sum of the gradient from the gradient; every P is made again.
+    """
+    if not _can_scale(logits_NNT):
+        return _pull_by_logs(logits_NNT, grad_NNT, iters)
+    kernel, rows, columns = _scale(logits_NNT, iters)
+    carry = kernel * rows[-1].unsqueeze(1) * columns[-1] * grad_NNT
+    for k in range(iters, 0, -1):
+        carry -= (kernel * columns[k]) * (carry.sum(1) * rows[k]).unsqueeze(1)
+        carry -= (kernel * rows[k - 1].unsqueeze(1)) * (carry.sum(0) * columns[k])
+    return carry
+
+
+def _can_scale(logits_NNT: Tensor) -> bool:
+    # Looking at values would stop a compiled graph or wait for a device; logarithms are right for all.
+    if torch.compiler.is_compiling() or logits_NNT.device.type != "cpu" or not logits_NNT.numel():
+        return False
+    spread = (logits_NNT.amax(0) - logits_NNT.amin(0)).max()
+    # Not "greater than": what is not a number goes the way of logarithms too.
+    return bool(spread <= WIDEST[logits_NNT.dtype])
+
+
+def _scale(logits_NNT: Tensor, iters: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    # The column's own maximum cancels in the first normalisation.
+    kernel = (logits_NNT - logits_NNT.amax(0)).exp_()
+    rows, columns = [torch.ones_like(kernel[0])], [torch.ones_like(kernel[0])]
+    for _ in range(iters):
+        columns.append((kernel * rows[-1].unsqueeze(1)).sum(0).reciprocal_())
+        rows.append((kernel * columns[-1]).sum(1).reciprocal_())
+    return kernel, rows, columns
+
+
+def _rounds(value: Tensor, iters: int) -> list[Tensor]:
+    """log(res) after every normalisation."""
+    steps = []
+    for _ in range(iters):
+        for axis in (0, 1):
+            value = value - value.logsumexp(axis, keepdim=True)
+            steps.append(value)
+    return steps
+
+
+def _pull_by_logs(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
+    steps = _rounds(logits_NNT, iters)
+    carry = steps[-1].exp() * grad_NNT
+    for k in range(2 * iters - 1, -1, -1):
+        carry = carry - steps[k].exp() * carry.sum(k % 2, keepdim=True)
+    return carry
+
+
+def solve_guarded(logits_NNT: Tensor, iters: int, eps: float) -> Tensor:
+    """DeepSeek-V4's form: softmax + eps, and eps in every sum that is divided by."""
+    return _guarded_rounds(logits_NNT, iters, eps)[0][-1]
+
+
+def pull_guarded(logits_NNT: Tensor, grad_NNT: Tensor, iters: int, eps: float) -> Tensor:
+    """The gradient of the logits: Q / (sum Q + eps) = P has dQ = (dP - sum dP P) / (sum Q + eps)."""
+    values, sums, axes = _guarded_rounds(logits_NNT, iters, eps)
+    carry = grad_NNT
+    for value, total, axis in zip(reversed(values), reversed(sums), reversed(axes), strict=True):
+        carry = (carry - (carry * value).sum(axis, keepdim=True)) / total
+    start = logits_NNT.softmax(0)
+    return start * (carry - (carry * start).sum(0, keepdim=True))
+
+
+def _guarded_rounds(value: Tensor, iters: int, eps: float) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """The matrix after every division, what it was divided by, and along which axis."""
+    value = value.softmax(0) + eps
+    values, sums, axes = [], [], [1, *[0, 1] * (iters - 1)]
+    for axis in axes:
+        sums.append(value.sum(axis, keepdim=True) + eps)
+        value = value / sums[-1]
+        values.append(value)
+    return values, sums, axes

@@ -1,0 +1,22 @@
+"""In which precision a site computes: float32, or float64 if its streams are."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def widen(streams: Tensor) -> Tensor:
+    """The streams in the precision of routing and mixing: float32, or float64 if they are."""
+    return streams.to(torch.promote_types(streams.dtype, torch.float32))
+
+
+def no_autocast(streams: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off on the device of the streams: routing and mixing are not for half precision."""
+    device = streams.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
