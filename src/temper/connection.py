@@ -23,15 +23,20 @@ class State(NamedTuple):
 
     Args:
         streams: at a site without a plan in the precision of its routing, elsewhere as they came.
-        routing: at a site without a plan; None at a residual one.
+        plain: the routing at a site without a plan; None at a residual one.
         dtype: of the streams as they came.
         link: at a site with a plan.
     """
 
     streams: Tensor
-    routing: Routing | None
+    plain: Routing | None
     dtype: torch.dtype
     link: autograd.Link | None = None
+
+    @property
+    def routing(self) -> Routing | None:
+        """How the streams are read, mixed and written, in full precision; None at a residual site."""
+        return self.plain if self.link is None else routing_of(self.link)
 
 
 class HyperConnection(Router):
@@ -89,7 +94,7 @@ class HyperConnection(Router):
             in_place: the streams that `begin` was given may be overwritten with the next ones; for
                 inference, where autograd is off and nobody looks at them again.
         """
-        streams, routing, dtype, link = state
+        streams, routing, dtype, link = state.streams, state.plain, state.dtype, state.link
         _check_output(streams, y)
         if in_place and torch.is_grad_enabled():
             raise ValueError("in_place is for inference: use it inside torch.no_grad() or torch.inference_mode()")

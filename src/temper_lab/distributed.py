@@ -79,6 +79,10 @@ def session(device: str = "auto") -> Iterator[World]:
     if size == 1:
         yield World(0, 1, where)
         return
+    # Whoever imports this later keeps the group alive: gloo's threads outlive `destroy_process_group`, and now and then
+    # abort a process that has finished.
+    from torch import _dynamo  # noqa: F401
+
     dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield World(rank, size, where)

@@ -25,6 +25,9 @@ class KVCache:
         capacity: tokens per row; the model's context if left out.
     """
 
+    # A block that runs twice would write twice: what remembers is not for recomputing.
+    remembers = True
+
     def __init__(
         self,
         config: ModelConfig,

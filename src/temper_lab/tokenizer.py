@@ -119,6 +119,10 @@ class Tokenizer:
         canonical = json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
+    def to_json(self) -> str:
+        """The content of `tokenizer.json`."""
+        return self._backend.to_str(pretty=True)
+
     def save(self, folder: str | Path) -> Path:
         """Writes `tokenizer.json`, all of it or nothing."""
         folder = Path(folder)
@@ -126,7 +130,7 @@ class Tokenizer:
         path, temporary = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}.tmp"
         try:
             with open(temporary, "w", encoding="utf-8") as file:
-                file.write(self._backend.to_str(pretty=True))
+                file.write(self.to_json())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -194,7 +198,7 @@ def _foreign(content: Any) -> str | None:
 
 def _raw_bytes(backend: Backend, size: int) -> list[bytes]:
     """The bytes behind each of the first `size` tokens, which the backend writes as printable characters."""
-    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
     # Ids with a gap between them have no token, and no bytes.
     tokens = [backend.id_to_token(index) or "\0" for index in range(size)]
     try:
@@ -206,7 +210,7 @@ def _raw_bytes(backend: Backend, size: int) -> list[bytes]:
     return raw
 
 
-def _byte_alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
     """The character that stands for each byte in byte-level BPE: itself if it prints, or one from 256 on."""
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -15,6 +15,8 @@ COMMANDS = {
     "train": ("pretrain a model from a recipe, or resume a run", "temper_lab.cli.train"),
     "sample": ("let a model continue a prompt", "temper_lab.cli.sample"),
     "eval bpb": ("bits per byte of a model on a corpus", "temper_lab.cli.eval"),
+    "export": ("write a model for transformers", "temper_lab.cli.export"),
+    "eval core": ("accuracy of a model in the 22 tasks of CORE", "temper_lab.cli.core"),
     "runs": ("list runs with their status and best bpb", "temper_lab.cli.runs"),
     "data info": ("what a corpus holds", "temper_lab.cli.data"),
     "data download": ("bring shards of ClimbMix into a folder", "temper_lab.cli.data"),

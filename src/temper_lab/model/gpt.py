@@ -142,9 +142,11 @@ class GPT(nn.Module):
         num_tokens = ids_BT.shape[1]
         rotation = self.rotary(num_tokens if cache is None else cache.begin(num_tokens))
         streams_BTND = temper.expand_streams(rms_norm(self.embedding(ids_BT)), self.num_streams)
+        twice = self.checkpoint_blocks and torch.is_grad_enabled() and (cache is None or not cache.remembers)
         for block in self.blocks:
-            if self.checkpoint_blocks and cache is None and torch.is_grad_enabled():
-                streams_BTND = checkpoint(block, streams_BTND, rotation, use_reentrant=False, preserve_rng_state=False)
+            if twice:
+                arguments = (streams_BTND, rotation, cache)
+                streams_BTND = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 streams_BTND = block(streams_BTND, rotation, cache)
         if cache is not None:

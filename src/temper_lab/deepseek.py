@@ -1,0 +1,92 @@
+"""The hyper-connections of transformers' DeepSeek-V4 as ours, and back: the same logits either way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from temper import HyperConnection
+from temper.convert import export_foreign, load_foreign
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV4Config, PreTrainedModel
+
+SOURCE = "deepseek_v4"
+
+
+class Adapter(nn.Module):
+    """One of our sites where DeepSeek-V4 calls one of its own.
+
+    Args:
+        dtype: of the weights that it stands for, which is theirs again on the way back.
+    """
+
+    def __init__(self, site: HyperConnection, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.site, self.dtype = site, dtype
+
+    def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """post, their matrix A (ours transposed) and what the branch reads."""
+        x, state = self.site.begin(hidden_streams)
+        assert state.routing is not None
+        return state.routing.post, state.routing.res.mT, x
+
+
+def to_temper(model: PreTrainedModel) -> PreTrainedModel:
+    """Replaces every hyper-connection of a DeepSeek-V4 model by one of ours, in place.
+
+    A site is at `attn_hc.site` and `ffn_hc.site` of its layer; `temper.observe` and all else that works on sites finds
+    it there. The head that sums the streams up at the end stays theirs: it only reads, where a site also mixes and
+    writes. Parameters are new objects, so do this before you build the optimizer.
+    """
+    theirs = {name: module for name, module in model.named_modules() if type(module).__name__ == _THEIRS}
+    if not theirs:
+        raise ValueError(f"{type(model).__name__} has no {_THEIRS}; expected a DeepSeek-V4 model of transformers")
+    size = {"num_streams": model.config.hc_mult, "dim": model.config.hidden_size}
+    # All of them are built before one is attached: an error leaves the model as it was.
+    ours = {}
+    for name, module in theirs.items():
+        site = load_foreign(SOURCE, module.state_dict(), **size, **_settings(model.config))
+        site.requires_grad_(module.fn.requires_grad)
+        ours[name] = Adapter(site, module.fn.dtype)
+    return _replace(model, ours)
+
+
+def to_deepseek(model: PreTrainedModel) -> PreTrainedModel:
+    """The way back, in place: whatever our sites have become, where their module can hold it."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+
+    adapters = {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
+    if not adapters:
+        raise ValueError(f"{type(model).__name__} has no sites of `to_temper` to turn back")
+    theirs = {}
+    for name, adapter in adapters.items():
+        state = export_foreign(SOURCE, adapter.site, **_settings(model.config))
+        with torch.device("meta"):
+            module = DeepseekV4HyperConnection(model.config)
+        module.load_state_dict({key: value.to(adapter.dtype) for key, value in state.items()}, assign=True)
+        theirs[name] = module.requires_grad_(any(parameter.requires_grad for parameter in adapter.parameters()))
+    return _replace(model, theirs)
+
+
+# By name: looking for it must not import transformers.
+_THEIRS = "DeepseekV4HyperConnection"
+
+
+def _settings(config: DeepseekV4Config) -> dict[str, Any]:
+    """What their state dict does not say, as options of `temper.preset`."""
+    return {
+        "norm_eps": config.rms_norm_eps,
+        "eps": config.hc_eps,
+        "pre_eps": config.hc_eps,
+        "iters": config.hc_sinkhorn_iters,
+    }
+
+
+def _replace(model: PreTrainedModel, modules: dict[str, nn.Module]) -> PreTrainedModel:
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module.train(model.training))
+    return model

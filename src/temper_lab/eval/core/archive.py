@@ -1,0 +1,115 @@
+"""Bundles as they travel: a zip that is looked at before it is unpacked, and its download."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import shutil
+import stat
+import tempfile
+import urllib.error
+import urllib.request
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from temper_lab.data.sources import DownloadError
+
+# The public bundle has some 160 MB packed, and well below these limits unpacked.
+MAX_BYTES, MAX_PACKED_BYTES, MAX_FILES = 2 << 30, 1 << 30, 10_000
+CHUNK = 1 << 20
+TIMEOUT = 60
+
+
+@contextmanager
+def opened(bundle: Path) -> Iterator[Path]:
+    """The folder of a bundle; a zip is unpacked into one that vanishes afterwards."""
+    if not bundle.is_file():
+        yield bundle
+        return
+    with tempfile.TemporaryDirectory(prefix="temper-core-") as folder:
+        unpack(bundle, Path(folder))
+        yield Path(folder)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpacks a zip. Names that lead elsewhere, or too much, are a ValueError before anything is written."""
+    try:
+        with zipfile.ZipFile(archive) as file:
+            members = file.infolist()
+            _check(members)
+            for member in members:
+                # Reads no more than the size that was checked, and compares the checksum.
+                file.extract(member, folder)
+    # Encrypted archives raise RuntimeError, unknown compression NotImplementedError.
+    except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
+        raise ValueError(f"{archive} is not a zip that can be unpacked: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{archive}: {error}") from error
+
+
+def _check(members: list[zipfile.ZipInfo]) -> None:
+    if len(members) > MAX_FILES:
+        raise ValueError(f"{len(members):,} files; an evaluation bundle has at most {MAX_FILES:,}")
+    if (total := sum(member.file_size for member in members)) > MAX_BYTES:
+        raise ValueError(f"{total:,} bytes when unpacked; an evaluation bundle has at most {MAX_BYTES:,}")
+    for member in members:
+        # The library would quietly write such a file somewhere else.
+        path = PurePosixPath(member.orig_filename.replace("\\", "/"))
+        if path.is_absolute() or ".." in path.parts or ":" in str(path):
+            raise ValueError(f"{member.orig_filename!r} leads out of the archive; nothing was unpacked")
+        if stat.S_ISLNK(member.external_attr >> 16):
+            raise ValueError(f"{member.orig_filename!r} is a link; expected files and folders")
+
+
+def download(
+    url: str, folder: Path, *, sha256: str | None = None, progress: Callable[[int, int | None], None] | None = None
+) -> str:
+    """Brings a zip and unpacks it into a new folder, whole or not at all; gives the SHA-256 of the zip.
+
+    Args:
+        sha256: what it has to be.
+        progress: called with the bytes that have come, and with how many there are if that is known.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists; expected the name of a folder that the bundle can be unpacked into")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the address is {url!r}; expected http:// or https://")
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its final place, so that a rename is all that is left to do.
+    work = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
+    work.mkdir()
+    try:
+        found = _receive(url, work / "bundle.zip", progress)
+        if sha256 is not None and found != sha256.lower():
+            raise DownloadError(f"what {url} sent has the SHA-256 {found}, expected {sha256.lower()}")
+        unpack(work / "bundle.zip", work / "unpacked")
+        os.replace(work / "unpacked", folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return found
+
+
+def _receive(url: str, path: Path, progress: Callable[[int, int | None], None] | None) -> str:
+    digest, done = hashlib.sha256(), 0
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response, open(path, "wb") as file:
+            length = response.headers.get("Content-Length")
+            total = int(length) if length else None
+            while chunk := response.read(CHUNK):
+                done += len(chunk)
+                if max(done, total or 0) > MAX_PACKED_BYTES:
+                    raise DownloadError(f"{url}: more than {MAX_PACKED_BYTES:,} bytes; too many for a bundle")
+                file.write(chunk)
+                digest.update(chunk)
+                if progress is not None:
+                    progress(done, total)
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise DownloadError(f"{url} did not come ({error}). Go online, or take --bundle from elsewhere.") from error
+    if total is not None and done != total:
+        raise DownloadError(f"{url} ended after {done:,} of {total:,} bytes. Run the same command again.")
+    return digest.hexdigest()

@@ -1,0 +1,62 @@
+"""What an interrupted evaluation leaves, so that the next one goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from temper_lab.checkpoint.files import dumps, sync
+
+FORMAT = "temper-core-1"
+Answers = list[bool | None]
+"""Whether the answer to each item was correct, None where it was not asked yet."""
+
+
+class Partial:
+    """The answers so far in a file beside the results, of one model; another model starts anew.
+
+    Args:
+        out: the file of the results; None keeps nothing.
+        model: the model's fingerprint.
+    """
+
+    def __init__(self, out: Path | None, model: str) -> None:
+        self.path = None if out is None else out.with_name(f".{out.name}.partial")
+        self._content: dict[str, Any] = {"format": FORMAT, "model": model, "tasks": {}}
+        if self.path is None:
+            return
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        if isinstance(found, dict) and (found.get("format"), found.get("model")) == (FORMAT, model):
+            self._content = found
+
+    def read(self, task: str, num_items: int) -> tuple[Answers, float]:
+        """The answers so far and the seconds they took, for the fingerprint of a task."""
+        found = self._content["tasks"].get(task)
+        return (list(found["correct"]), found["seconds"]) if found else ([None] * num_items, 0.0)
+
+    def write(self, task: str, correct: Answers, seconds: float) -> None:
+        self._content["tasks"][task] = {"correct": correct, "seconds": seconds}
+        if self.path is not None:
+            write_whole(self.path, dumps(self.path.name, self._content))
+
+    def forget(self) -> None:
+        """Removes the file: the results are there."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that has its name only when all of it is on the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
