@@ -32,12 +32,20 @@ def library(stored: str) -> ctypes.CDLL | None:
     try:
         return _load(stored)
     except UnavailableError as reason:
-        warnings.warn(
-            f"temper has no native CPU kernels here and takes the slower `fused` path: {reason}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn(str(reason))
         return None
+
+
+# Whether the user knows; once for all types of streams is enough.
+_warned = False
+
+
+def _warn(reason: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        text = f"temper has no native CPU kernels here and takes the slower `fused` path: {reason}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def can_load(stored: str) -> bool:
@@ -76,9 +84,8 @@ def cache_folder() -> Path:
                 return folder
         except OSError as error:
             problems.append(f"{folder}: {error.strerror or error}")
-    raise UnavailableError(
-        f"no folder to keep them in ({'; '.join(problems)}); set TEMPER_CACHE to one that can be written"
-    )
+    tried = "; ".join(problems)
+    raise UnavailableError(f"no folder to keep them in ({tried}); set TEMPER_CACHE to one that can be written")
 
 
 def _check_private(folder: Path) -> None:
@@ -106,38 +113,43 @@ def _load(stored: str) -> ctypes.CDLL:
     failure = ""
     for extra in EXTRAS:
         flags = (*FLAGS, *extra, f"-DSTORED={stored}")
-        path = folder / f"kernels-{_digest(identity, flags)}.so"
-        if path.exists():
-            try:
+        stem = f"kernels-{_digest(identity, flags)}"
+        try:
+            if path := _find(folder, stem):
                 return ctypes.CDLL(str(path))
-            except OSError:
-                # Damaged: build it again.
-                path.unlink(missing_ok=True)
-        failure = _compile(compiler, flags, path)
-        if not failure:
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError as error:
-                failure = str(error)
+        except OSError:
+            # Damaged: build it again.
+            pass
+        try:
+            return ctypes.CDLL(str(_compile(compiler, flags, folder, stem)))
+        except (UnavailableError, OSError, subprocess.SubprocessError) as error:
+            failure = str(error)
     raise UnavailableError(f"{compiler} could not build them: {failure}")
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> str:
-    """Builds beside the target and renames, so that processes that build at once do not meet; the error, or nothing."""
+def _find(folder: Path, stem: str) -> Path | None:
+    """The library in the cache, if it is as long as its name says: loading a part of one could end the process."""
+    for path in folder.glob(f"{stem}-*.so"):
+        if path.stem == f"{stem}-{path.stat().st_size}":
+            return path
+    return None
+
+
+def _compile(compiler: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path:
+    """Builds beside the target and renames, so that processes that build at once do not meet."""
     if sys.stderr.isatty():
         print("temper: compiling CPU kernels, once (about 5 s) ...", file=sys.stderr)
-    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
         command = [compiler, *flags, str(SOURCES / "kernels.cpp"), "-o", name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-        if done.returncode == 0:
-            os.replace(name, path)
-            return ""
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        return lines[0].strip() if lines else f"exit code {done.returncode}"
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise UnavailableError(lines[0].strip() if lines else f"exit code {done.returncode}")
+        path = folder / f"{stem}-{Path(name).stat().st_size}.so"
+        os.replace(name, path)
+        return path
     finally:
         Path(name).unlink(missing_ok=True)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STORED = {torch.float32: "float", torch.bfloat16: "temper::BFloat16", torch.float64: "double"}
 MAX_STREAMS = 64
 # Up to so many bytes of maps the kernel itself projects; above, a matrix product is faster than its passes.
-PROJECTED = 400_000
+PROJECTED = 1_500_000
 
 
 class _Plan(ctypes.Structure):
@@ -224,8 +224,10 @@ def _finish(streams: Tensor, y: Tensor, weights: Tensor, whole: list[int], real:
 
 
 def _finish_in_place(streams: Tensor, y: Tensor, weights: Tensor, whole: list[int], real: list[float]) -> None:
-    assert streams.is_contiguous()
-    _finish_into(streams, streams, y, weights, whole, real)
+    if streams.is_contiguous():
+        _finish_into(streams, streams, y, weights, whole, real)
+    else:
+        streams.copy_(_finish(streams, y, weights, whole, real))
 
 
 def _finish_into(

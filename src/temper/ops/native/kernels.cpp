@@ -326,68 +326,75 @@ void finish_backward(const Plan& plan, Index tokens, int threads, const S* grad,
     });
 }
 
-// The gradient of a block's streams, all of its parts at once, and the block's share of the gradient of the map:
-//     dH[n] = own H[n] + pre[n] dx + sum_m res[m, n] G[m] + sum_r dz[r] in_map[r, n],   din_map[r] += dz[r] H.
-// `slopes` is dz, eight tokens for every row; `packed` and `sums` are maps in tiles.
+// What a token's streams get through x and through mixing: dH[n] = pre[n] dx + sum_m res[m, n] G[m].
 template <class S, class R>
-void pull(const Tiles tiles, const Index count, const S* streams, const S* grad, const S* d_x, const R* weights,
-          const R* own, const R* slopes, const R* packed, R* sums, S* out) {
-    const Index n = tiles.streams, dim = tiles.dim, rows = tiles.rows, width = n * dim, stride = n * n + 2 * n;
-    // Features of all tokens before the next features: the maps stay in the first cache.
-    const Index span = 128;
-    for (Index begin = 0; begin < dim; begin += span) {
-        const Index end = std::min(dim, begin + span);
-        for (Index t = 0; t < count; ++t) {
-            const R* weight = weights + t * stride;
-            const S *h = streams + t * width, *g = grad + t * width, *x = d_x + t * dim;
-            const R factor = own[t];
-            if (grad && t + 1 < count)
-                // The gradient comes from memory, in pieces too short for the machine to foresee.
-                for (Index k = 0; k < n; ++k)
-                    for (Index d = begin; d < end; d += 64 / sizeof(S)) __builtin_prefetch(g + width + k * dim + d);
-            by_four(n, [&](Index k, auto num_k) {
-                features<R>(begin, end, [&](Index d, auto kind, auto num) {
-                    using V = decltype(kind);
-                    constexpr int NK = num_k, U = num, W = Width<V>::value;
-                    V acc[NK][U];
-                    for (int i = 0; i < NK; ++i)
-                        for (int u = 0; u < U; ++u) acc[i][u] = load<V>(h + (k + i) * dim + d + u * W) * factor;
-                    if (d_x) mix(acc, weight + k, 1, 0, x, 1, dim, d);
-                    if (grad) mix(acc, weight + n + k, 1, n, g, n, dim, d);
-                    const R* map[NK];
-                    for (int i = 0; i < NK; ++i) map[i] = packed + tiles.at(k + i, d);
-                    for (Index r = 0; r < rows; ++r) {
-                        const R slope = slopes[r * LANES + t];
-                        for (int i = 0; i < NK; ++i)
-                            for (int u = 0; u < U; ++u) acc[i][u] += load<V>(map[i] + r * Tiles::SIZE + u * W) * slope;
-                    }
-                    S* target = out + t * width + k * dim + d;
-                    for (int i = 0; i < NK; ++i, target += dim)
-                        for (int u = 0; u < U; ++u) store(target + u * W, acc[i][u]);
+void pull_mixed(const Index n, const Index dim, const S* grad, const S* d_x, const R* weights, R* out) {
+    by_four(n, [&](Index k, auto num_k) {
+        features<R>(0, dim, [&](Index d, auto kind, auto num) {
+            using V = decltype(kind);
+            constexpr int NK = num_k, U = num, W = Width<V>::value;
+            V acc[NK][U] = {};
+            if (d_x) mix(acc, weights + k, 1, 0, d_x, 1, dim, d);
+            if (grad) mix(acc, weights + n + k, 1, n, grad, n, dim, d);
+            R* target = out + k * dim + d;
+            for (int i = 0; i < NK; ++i, target += dim)
+                for (int u = 0; u < U; ++u) store(target + u * W, acc[i][u]);
+        });
+    });
+}
+
+// What a block's streams get through the routing, and what they give to the gradient of the map:
+//     dH[n] = mixed[n] + own H[n] + sum_r dz[r] in_map[r, n],   din_map[r] += dz[r] H.
+// `slopes` is dz, eight tokens for every row; `packed` and `sums` are maps in tiles. The block is in the second cache
+// by now, so the order is that of the maps: four tokens share what is loaded of them.
+template <class S, class R>
+void pull_routed(const Tiles tiles, const Index count, const S* streams, const R* mixed, const R* own, const R* slopes,
+                 const R* packed, R* sums, S* out) {
+    const Index n = tiles.streams, dim = tiles.dim, rows = tiles.rows, width = n * dim;
+    for (Index k = 0; k < n; ++k) {
+        by_four(count, [&](Index t, auto num_t) {
+            features<R>(0, dim, [&](Index d, auto kind, auto num) {
+                using V = decltype(kind);
+                constexpr int NT = num_t, U = num, W = Width<V>::value;
+                const S* h = streams + t * width + k * dim + d;
+                const R* before = mixed + t * width + k * dim + d;
+                S* target = out + t * width + k * dim + d;
+                V acc[NT][U];
+                times<NT>([&](auto a) {
+                    times<U>([&](auto u) {
+                        acc[a][u] = load<V>(before + a * width + u * W) + load<V>(h + a * width + u * W) * own[t + a];
+                    });
                 });
+                const R *row = packed + tiles.at(k, d), *slope = slopes + t;
+                for (Index r = 0; r < rows; ++r, row += Tiles::SIZE, slope += LANES) {
+                    V line[U];
+                    times<U>([&](auto u) { line[u] = load<V>(row + u * W); });
+                    times<NT>([&](auto a) { times<U>([&](auto u) { acc[a][u] += line[u] * slope[a]; }); });
+                }
+                times<NT>([&](auto a) { times<U>([&](auto u) { store(target + a * width + u * W, acc[a][u]); }); });
             });
-        }
-        for (Index k = 0; k < (rows ? n : 0); ++k)
-            by_four(count, [&](Index t, auto num_t) {
-                features<R>(begin, end, [&](Index d, auto kind, auto num) {
-                    using V = decltype(kind);
-                    constexpr int NT = num_t, U = num, W = Width<V>::value;
-                    V h[NT][U];
-                    for (int i = 0; i < NT; ++i)
-                        for (int u = 0; u < U; ++u) h[i][u] = load<V>(streams + (t + i) * width + k * dim + d + u * W);
-                    R* target = sums + tiles.at(k, d);
-                    for (Index r = 0; r < rows; ++r, target += Tiles::SIZE) {
-                        V acc[U];
-                        for (int u = 0; u < U; ++u) acc[u] = load<V>(target + u * W);
-                        for (int i = 0; i < NT; ++i) {
-                            V slope = same<V>(slopes[r * LANES + t + i]);
-                            in_register(slope);
-                            for (int u = 0; u < U; ++u) acc[u] += h[i][u] * slope;
-                        }
-                        for (int u = 0; u < U; ++u) store(target + u * W, acc[u]);
+        });
+        if (!rows) continue;
+        by_four(count, [&](Index t, auto num_t) {
+            features<R>(0, dim, [&](Index d, auto kind, auto num) {
+                using V = decltype(kind);
+                constexpr int NT = num_t, U = num, W = Width<V>::value;
+                V h[NT][U];
+                for (int a = 0; a < NT; ++a)
+                    for (int u = 0; u < U; ++u) h[a][u] = load<V>(streams + (t + a) * width + k * dim + d + u * W);
+                R* target = sums + tiles.at(k, d);
+                for (Index r = 0; r < rows; ++r, target += Tiles::SIZE) {
+                    V acc[U];
+                    for (int u = 0; u < U; ++u) acc[u] = load<V>(target + u * W);
+                    for (int a = 0; a < NT; ++a) {
+                        V slope = same<V>(slopes[r * LANES + t + a]);
+                        in_register(slope);
+                        for (int u = 0; u < U; ++u) acc[u] += h[a][u] * slope;
                     }
-                });
+                    for (int u = 0; u < U; ++u) store(target + u * W, acc[u]);
+                }
             });
+        });
     }
 }
 
@@ -413,7 +420,9 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
     std::unique_ptr<R[]> parts(new R[std::max<Index>(1, chunks * part)]);
     over(chunks, threads, [&] {
         return [&, mixer = make_mixer<R>(plan), routing = Routing<R>(sizes), d_maps = std::vector<Pack<R>>(sizes.maps),
-                d_biases = std::vector<Pack<R>>(sizes.biases), d_pre = std::vector<R>(LANES * n)](Index c) mutable {
+                d_biases = std::vector<Pack<R>>(sizes.biases), d_pre = std::vector<R>(LANES * n),
+                // Half precision is rounded once, at the end.
+                wide = std::vector<R>(std::is_same_v<S, R> ? 0 : LANES * sizes.width)](Index c) mutable {
             using V = Pack<R>;
             R* sum_in = parts.get() + c * part;
             std::fill(sum_in, sum_in + num_in, R(0));
@@ -425,9 +434,17 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
                 const S* h = streams + first * sizes.width;
                 const R* mine = weights + first * sizes.weights;
                 std::fill(d_pre.begin(), d_pre.end(), R(0));
-                if (d_x)
-                    for (Index t = 0; t < count; ++t)
-                        dots(h + t * sizes.width, n, dim, d_x + (first + t) * dim, 1, dim, dim, &d_pre[t * n], 1);
+                R* mixed;
+                if constexpr (std::is_same_v<S, R>)
+                    mixed = d_streams + first * sizes.width;
+                else
+                    mixed = wide.data();
+                for (Index t = 0; t < count; ++t) {
+                    const S* x = d_x ? d_x + (first + t) * dim : nullptr;
+                    if (x) dots(h + t * sizes.width, n, dim, x, 1, dim, dim, &d_pre[t * n], 1);
+                    pull_mixed(n, dim, grad ? grad + (first + t) * sizes.width : nullptr, x, mine + t * sizes.weights,
+                               mixed + t * sizes.width);
+                }
 
                 to_lanes(z + first * sizes.rows, count, sizes.rows, routing.z.data());
                 to_lanes(mine, count, sizes.weights, routing.weights.data());
@@ -484,8 +501,8 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
                 R factors[LANES];
                 for (int t = 0; t < LANES; ++t) factors[t] = own[t];
                 const R* slopes = reinterpret_cast<const R*>(routing.d_z.data());
-                pull(tiles, count, h, grad ? grad + first * sizes.width : nullptr, d_x ? d_x + first * dim : nullptr,
-                     mine, factors, slopes, packed.get(), sum_in, d_streams + first * sizes.width);
+                pull_routed(tiles, count, h, mixed, factors, slopes, packed.get(), sum_in,
+                            d_streams + first * sizes.width);
             }
             R* rest = sum_in + num_in;
             for (Index e = 0; e < sizes.maps; ++e) *rest++ = total(d_maps[e]);

@@ -1,0 +1,134 @@
+"""One site's operations with random inputs, run by an implementation and by plain autograd in float64."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import temper
+from temper.mixers import Mixer
+from temper.ops import naive
+from temper.ops.plan import Fold, Plan
+
+# Every form of mixing that the kernels know, by a name for the test ids.
+MIXERS = {
+    "unconstrained": {"name": "unconstrained"},
+    "sinkhorn": {"name": "sinkhorn"},
+    "sinkhorn, columns": {"name": "sinkhorn", "iters": 3, "last": "columns"},
+    "sinkhorn, tol": {"name": "sinkhorn", "iters": 30, "tol": 1e-3},
+    "sinkhorn, tol, columns": {"name": "sinkhorn", "iters": 30, "tol": 1e-2, "last": "columns"},
+    "guarded": {"name": "sinkhorn", "iters": 4, "eps": 1e-2},
+    "guarded, columns": {"name": "sinkhorn", "iters": 5, "eps": 1e-3, "last": "columns"},
+    "newton": {"name": "sinkhorn", "method": "newton"},
+    "newton, columns": {"name": "sinkhorn", "method": "newton", "last": "columns"},
+    "birkhoff": {"name": "birkhoff"},
+    "kronecker": {"name": "kronecker"},
+}
+
+
+@dataclass
+class Case:
+    """What a site is given in the forward pass (to y), and in the backward pass (the rest)."""
+
+    plan: Plan
+    mixer: Mixer
+    fold: Fold
+    streams: Tensor
+    y: Tensor
+    grad: Tensor | None
+    d_x: Tensor | None
+    d_weights: Tensor | None
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+
+def make(
+    mixer="sinkhorn",
+    num_streams=4,
+    dim=7,
+    tokens=9,
+    *,
+    generator="cp",
+    dtype=torch.float64,
+    y_dtype=None,
+    seed=0,
+    **config,
+):
+    """Unit-normal streams, logits of order one: nothing is small enough to hide."""
+    options = MIXERS[mixer] if isinstance(mixer, str) else mixer
+    site = temper.HyperConnection(
+        temper.preset("mhc", num_streams=num_streams, dim=dim, generator=generator, mixer=options, **config)
+    )
+    plan, source = site.plan, torch.Generator().manual_seed(seed)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def normal(*shape, scale=1.0, dtype=wide):
+        return (scale * torch.randn(shape, generator=source, dtype=torch.float64)).to(dtype)
+
+    fold = Fold(
+        normal(sum(plan.rows), num_streams, dim, scale=(num_streams * dim) ** -0.5),
+        normal(sum(plan.map_sizes), scale=0.7),
+        normal(sum(plan.logits_of)),
+    )
+    shape = (tokens, num_streams, dim)
+    return Case(
+        plan,
+        site.mixer,
+        fold,
+        streams=normal(*shape, dtype=dtype),
+        y=normal(tokens, dim, dtype=y_dtype or dtype),
+        grad=normal(*shape, dtype=dtype),
+        d_x=normal(tokens, dim, dtype=dtype),
+        d_weights=normal(tokens, plan.num_weights),
+    )
+
+
+def run(implementation, case):
+    """Everything that the operations give, by name; gradients come from the backwards written by hand."""
+    plan, mixer = case.plan, case.mixer
+    x, weights, z, norms = implementation.begin(case.streams, case.fold, plan, mixer)
+    results = {"x": x, "weights": weights, "next": implementation.finish(case.streams, case.y, weights, plan)}
+    d_weights = case.d_weights
+    if case.grad is not None:
+        results["d_y"], through = implementation.finish_backward(case.grad, case.streams, case.y, weights, plan)
+        d_weights = through if d_weights is None else d_weights + through
+    d_streams, d_fold = implementation.begin_backward(
+        case.grad, case.d_x, d_weights, case.streams, case.fold, weights, z, norms, plan, mixer
+    )
+    return results | {"d_streams": d_streams} | {f"d_{name}": value for name, value in d_fold._asdict().items()}
+
+
+def expected(case):
+    """The same from the definition, differentiated by autograd, in float64."""
+    streams, y, *fold = (tensor.double().requires_grad_() for tensor in (case.streams, case.y, *case.fold))
+    x, weights = naive.begin(streams, Fold(*fold), case.plan, case.mixer)
+    following = naive.finish(streams, y, weights, case.plan)
+    pairs = [(following, case.grad), (x, case.d_x), (weights, case.d_weights)]
+    used = [(output, cotangent.double()) for output, cotangent in pairs if cotangent is not None]
+    leaves = [streams, y, *fold]
+    outputs, cotangents = zip(*used, strict=True)
+    gradients = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
+    names = ("d_streams", "d_y", "d_in_map", "d_out", "d_bias")
+    results = {"x": x, "weights": weights, "next": following} | dict(zip(names, gradients, strict=True))
+    if case.grad is None:
+        del results["d_y"]
+    return {name: value.detach() for name, value in results.items()}
+
+
+def worst(actual, wanted):
+    """The largest error of each result, in units of the largest entry there is."""
+    errors = {}
+    for name, want in wanted.items():
+        got = actual[name].double()
+        assert got.shape == want.shape, name
+        scale = want.abs().max() if want.numel() else torch.ones(())
+        errors[name] = ((got - want).abs().max() / scale.clamp_min(1e-30)).item() if want.numel() else 0.0
+    return errors
+
+
+def assert_near(actual, wanted, tolerance):
+    errors = worst(actual, wanted)
+    # Not "any is larger": what is not a number is wrong too.
+    assert all(error <= tolerance for error in errors.values()), errors

@@ -1,0 +1,220 @@
+"""Which implementation runs, and what of torch works with it."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import temper
+from temper.ops import backend as backend_module
+from temper.ops import cpu, fused, naive
+
+DIM = 16
+fast = pytest.mark.parametrize("backend", ["fused", "cpu"])
+
+
+def site(preset="temper-cp", **overrides):
+    torch.manual_seed(0)
+    config = temper.preset(preset, num_streams=4, dim=DIM, **overrides)
+    return temper.HyperConnection(config, branch=nn.Linear(DIM, DIM))
+
+
+def streams_of(*lead, dtype=torch.float32):
+    return torch.randn(*lead, 4, DIM, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+
+
+def run(module, streams):
+    out = module(streams)
+    return out, *torch.autograd.grad(out.sin().sum(), [streams, *module.parameters()])
+
+
+def assert_close(got, want, tolerance=2e-5):
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def chosen(module, streams):
+    return backend_module.choose(streams, module.plan, module.mixer)
+
+
+def test_the_choice_follows_device_dtype_and_request():
+    module = site()
+    assert chosen(module, streams_of(3)) is cpu
+    assert chosen(module, streams_of(3, dtype=torch.bfloat16)) is cpu
+    assert chosen(module, streams_of(3, dtype=torch.float64)) is fused
+    assert chosen(module, streams_of(3, dtype=torch.float16)) is fused
+    assert chosen(module, streams_of(3).to("meta")) is fused
+    for name, wanted in (("naive", naive), ("fused", fused), ("cpu", cpu)):
+        with temper.backend(name):
+            assert chosen(module, streams_of(3)) is wanted
+    with temper.backend("cpu"):
+        assert chosen(module, streams_of(3, dtype=torch.float64)) is cpu
+        # What nobody has written a backward for is left to autograd.
+        guarded = site("mhc", tol=1e-3, eps=1e-6)
+        assert chosen(guarded, streams_of(3)) is naive
+    assert site("hc").plan is None
+
+
+def test_requests_nest_and_end_with_an_exception():
+    module, streams = site(), streams_of(3)
+    with contextlib.suppress(KeyError), temper.backend("naive"):
+        with temper.backend("fused"):
+            assert chosen(module, streams) is fused
+        assert chosen(module, streams) is naive
+        raise KeyError
+    assert chosen(module, streams) is cpu
+    with pytest.raises(ValueError, match=r"'fussed'.*fused"), temper.backend("fussed"):
+        pass
+
+
+def test_the_environment_asks_too(monkeypatch):
+    monkeypatch.setenv("TEMPER_BACKEND", "fused")
+    assert chosen(site(), streams_of(3)) is fused
+    monkeypatch.setenv("TEMPER_BACKEND", "gpu")
+    with pytest.raises(ValueError, match=r"TEMPER_BACKEND.*'gpu'"):
+        site()(streams_of(3))
+
+
+def test_the_list_of_backends_says_what_falls_back():
+    names = [entry.name for entry in temper.backends()]
+    assert names == ["cpu", "fused", "naive"]
+    assert all("hc" in str(entry) for entry in temper.backends()[:2])
+
+
+@fast
+@pytest.mark.parametrize("preset", ["temper-cp", "mhc", "kromhc"])
+def test_a_compiled_site_is_the_site(backend, preset):
+    module = site(preset)
+    with temper.backend(backend):
+        torch.compiler.reset()
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        for tokens in (5, 9, 12):
+            streams = streams_of(2, tokens)
+            out = compiled(streams)
+            got = (out, *torch.autograd.grad(out.sin().sum(), [streams, *module.parameters()]))
+            assert_close(got, run(module, streams))
+
+
+@fast
+def test_an_exported_site_is_saved_and_loaded(backend, tmp_path):
+    module, streams = site().eval(), streams_of(2, 5).detach()
+    with temper.backend(backend), torch.no_grad():
+        torch.export.save(torch.export.export(module, (streams,)), tmp_path / "site.pt2")
+        loaded = torch.export.load(tmp_path / "site.pt2").module()
+        torch.testing.assert_close(loaded(streams), module(streams), rtol=1e-5, atol=1e-5)
+
+
+@fast
+def test_functional_use(backend):
+    module, streams = site(), streams_of(2, 5)
+    with temper.backend(backend):
+        _, d_streams, *wanted = run(module, streams)
+        parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+        def loss(parameters, streams):
+            return torch.func.functional_call(module, parameters, (streams,)).sin().sum()
+
+        d_parameters, got = torch.func.grad(loss, argnums=(0, 1))(parameters, streams.detach())
+    assert_close([got, *d_parameters.values()], [d_streams, *wanted])
+
+
+@fast
+def test_activation_checkpointing(backend):
+    module, streams = site(), streams_of(2, 5)
+    with temper.backend(backend):
+        _, wanted, *_ = run(module, streams)
+        out = checkpoint(module, streams, use_reentrant=False)
+        assert torch.equal(torch.autograd.grad(out.sin().sum(), streams)[0], wanted)
+        checkpoint(module, streams, use_reentrant=True).sin().sum().backward()
+        assert torch.equal(streams.grad, wanted)
+
+
+@fast
+def test_autocast_leaves_streams_and_routing_alone(backend):
+    module, streams = site(), streams_of(2, 5)
+    with temper.backend(backend):
+        plain = module.route(streams)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = module(streams)
+            routing = module.route(streams)
+        out.sum().backward()
+    assert out.dtype == streams.grad.dtype == torch.float32
+    assert all(torch.equal(one, other) for one, other in zip(routing, plain, strict=True))
+    # The branch ran in bf16, what is around it did not.
+    torch.testing.assert_close(out, module(streams), rtol=0.02, atol=0.02)
+
+
+@fast
+def test_gradients_of_gradients_raise_and_exist_in_naive(backend):
+    module, streams = site(), streams_of(2, 3)
+
+    def twice():
+        (first,) = torch.autograd.grad(module(streams).sin().sum(), streams, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), streams)[0]
+
+    with temper.backend(backend), pytest.raises(RuntimeError, match=r"once_differentiable|not have been used"):
+        twice()
+    with temper.backend("naive"):
+        assert twice().isfinite().all()
+
+
+@fast
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inference_in_place(backend, dtype):
+    module, streams = site().to(dtype), streams_of(2, 5, dtype=dtype).detach()
+    y = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
+    with temper.backend(backend):
+        with pytest.raises(ValueError, match="in_place is for inference"):
+            module.finish(module.begin(streams)[1], y, in_place=True)
+        with torch.no_grad():
+            wanted = module.finish(module.begin(streams)[1], y)
+            assert wanted.grad_fn is None
+            buffer = streams.clone()
+            got = module.finish(module.begin(buffer)[1], y, in_place=True)
+            assert torch.equal(got, wanted)
+            if backend == "cpu":
+                assert got.data_ptr() == buffer.data_ptr()
+
+
+@fast
+def test_copies_compute_the_same(backend):
+    module, streams = site(), streams_of(2, 5)
+    with temper.backend(backend):
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert torch.equal(other(streams), module(streams))
+
+
+def test_a_state_may_be_finished_twice():
+    """The gradient of the streams goes one way for both, and is linear in what comes."""
+    module, streams = site(), streams_of(2, 5)
+    results = []
+    for backend in ("naive", "fused", "cpu"):
+        with temper.backend(backend):
+            x, state = module.begin(streams)
+            loss = module.finish(state, x).sin().sum() + module.finish(state, 2 * x).cos().sum()
+            results.append(torch.autograd.grad(loss, [streams, module.res.bias]))
+    for got in results[1:]:
+        assert_close(got, results[0])
+
+
+@pytest.mark.parametrize("name", ["begin", "finish", "finish_backward", "begin_backward", "mix", "mix_backward"])
+def test_every_operator_is_one_that_torch_accepts(name):
+    module, streams = site(), streams_of(6).detach()
+    plan, fold = module.plan, [tensor.detach() for tensor in module.fold(torch.float32)]
+    numbers, y, grad = plan.numbers(), torch.randn(6, DIM), torch.randn(6, 4, DIM)
+    x, weights, z, norms = torch.ops.temper.begin(streams, *fold, *numbers)
+    logits, mixer = torch.randn(6, 4, 4), module.mixer.plan().numbers()
+    arguments = {
+        "begin": (streams, *fold, *numbers),
+        "finish": (streams, y, weights, *numbers),
+        "finish_backward": (grad, streams, y, weights, *numbers),
+        "begin_backward": (grad, x, weights, streams, *fold, weights, z, norms, *numbers),
+        "mix": (logits, *mixer),
+        "mix_backward": (logits, logits, logits, *mixer),
+    }[name]
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(torch.ops.temper, name), arguments, test_utils=checks)
