@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python benchmarks/routing.py
+	$(BIN)/temper bench --out bench/bench.json --plot bench/bench.png
 
 clean:
-	rm -rf $(VENV) demo build src/*.egg-info
+	rm -rf $(VENV) demo bench build src/*.egg-info

@@ -14,6 +14,7 @@ from temper_lab import run as runs
 from temper_lab.data import Corpus, open_corpus
 from temper_lab.distributed import World, session
 from temper_lab.interrupt import StopWish
+from temper_lab.memory import keep_freed_memory
 from temper_lab.model import GPT
 from temper_lab.progress import waiting
 from temper_lab.recipe import Recipe
@@ -26,6 +27,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
     """Trains in a folder, or resumes there; returns 0 when finished, 128 + the signal when interrupted."""
     folder = RunFolder(Path(out))
     wish = StopWish()
+    keep_freed_memory()
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     with session(recipe.train.device) as world, ExitStack() as stack:

@@ -1,0 +1,112 @@
+"""`temper bench`: what hyper-connections cost, in time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from temper_lab.bench import PARTS, Setting
+from temper_lab.bench import bench as measure
+
+
+def bench(
+    methods: list[str] = list(Setting.methods),  # noqa: B006 - tyro shows it in --help
+    streams: Annotated[list[int], tyro.conf.arg(metavar="N")] = list(Setting.streams),  # noqa: B006
+    growth: Annotated[list[int], tyro.conf.arg(metavar="N")] = list(Setting.growth),  # noqa: B006
+    backends: list[str] = list(Setting.backends),  # noqa: B006
+    width: int = Setting.width,
+    tokens: int = Setting.tokens,
+    rounds: int = Setting.rounds,
+    threads: int = Setting.threads,
+    parts: list[str] = list(PARTS),  # noqa: B006
+    quick: bool = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    plot: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Measure what hyper-connections cost, against plain residual adds and other people's code.
+
+    Every backend is compared with `naive` first, outputs and gradients, and a difference ends the command. Then all
+    variants take turns in one process, round after round; medians and the middle half of the rounds are reported:
+
+        temper bench
+        temper bench --quick
+        temper bench --parts pair growth --streams 4 8 --methods temper-cp mhc --plot bench.png
+        temper bench --json --out bench.json
+
+    Args:
+        methods: Presets to measure.
+        streams: Numbers of streams N, for all parts but growth.
+        growth: Numbers of streams of the part growth.
+        backends: Implementations to measure: cpu, fused, naive.
+        width: Width D of the block pair; the model of whole steps has about a third of it.
+        tokens: Tokens of the block pair, in one row.
+        rounds: Rounds in which every variant takes a turn, after two that warm up; half as many for whole steps.
+        threads: Threads of torch and of the native kernels.
+        parts: What to measure: pair (attention + MLP, and one site), growth (one site against N), step (the lab's
+            model), recompute (memory of a deep stack), sinkhorn (the mixer alone).
+        quick: Less of everything, in about a minute: does it work here? Not for numbers to quote.
+        as_json: Print JSON instead of tables.
+        plot: Write the figure of overheads and growth to this .png, .svg or .pdf file.
+        out: Write the JSON to this file too.
+    """
+    setting = Setting(
+        methods=tuple(methods),
+        streams=tuple(streams),
+        growth=tuple(growth),
+        backends=tuple(backends),
+        width=width,
+        tokens=tokens,
+        rounds=rounds,
+        threads=threads,
+        parts=tuple(word for part in parts for word in part.split(",") if word),
+    )
+    if quick:
+        setting = setting.quick()
+    _check_targets(setting, plot, out)
+    report = measure(setting)
+    if out is not None:
+        _write(json.dumps(report, indent=2) + "\n", out)
+    if plot is not None:
+        from temper_lab.figures.bench import draw
+
+        draw(report, plot)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    from rich.console import Console
+
+    from temper_lab.bench.report import show
+
+    console = Console()
+    show(report, console if console.is_terminal else Console(width=160))
+    for name, path in (("json", out), ("figure", plot)):
+        if path is not None:
+            print(f"{name}: {path}")
+
+
+def _check_targets(setting: Setting, plot: Path | None, out: Path | None) -> None:
+    """Before minutes are spent on what could not be written in the end."""
+    if plot is not None:
+        from temper_lab.figures import check_target
+
+        check_target(plot)
+        if not {"pair", "growth"} & set(setting.parts):
+            raise ValueError(f"--plot shows the parts pair and growth, and --parts is {' '.join(setting.parts)}")
+    if out is not None and out.is_dir():
+        raise ValueError(f"cannot write JSON to {out}: it is a folder")
+
+
+def _write(text: str, path: Path) -> None:
+    """Under its name only when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
