@@ -111,7 +111,10 @@ BAD = {
     "fails": ("echo 'fatal error: no such thing' >&2; exit 1", "no such thing"),
     "fails without a word": ("exit 3", "3"),
     "writes nothing": ("exit 0", "could not build"),
-    "writes garbage": ('for last; do :; done; case "$last" in *.so) echo "not a library" > "$last";; esac', "could not build"),
+    "writes garbage": (
+        'for last; do :; done; case "$last" in *.so) echo "not a library" > "$last";; esac',
+        "could not build",
+    ),
     "cannot be run": (None, ""),
 }
 

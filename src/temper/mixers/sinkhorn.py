@@ -102,14 +102,8 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         return value if self.eps else value.exp()
 
     def _limit(self, logits: Tensor) -> Tensor:
-        turned = self._turn(logits)
-        with torch.no_grad():
-            shift = newton.find(turned, self.iters, self._tol(logits.dtype)).unsqueeze(-2)
-            limit = (turned + shift).softmax(-1)
-            weights = limit.mT @ limit
-        # One more step of Newton's that autograd sees has the gradient of the limit.
-        step = newton.solve_laplacian(weights, 1 - (turned + shift).softmax(-1).sum(-2))
-        return self._turn((turned + shift + step.unsqueeze(-2)).softmax(-1))
+        limit: Tensor = _Limit.apply(self._turn(logits), self.iters, self._tol(logits.dtype))
+        return self._turn(limit)
 
     def _tol(self, dtype: torch.dtype) -> float:
         return self.tol or (2e-6 if dtype == torch.float32 else 1e-12)
@@ -166,3 +160,20 @@ def _log_round(value: Tensor, first: int, last: int, index: int) -> Tensor:
 def _all(done: Tensor) -> bool:
     # A compiled graph cannot branch on values: there it runs all iterations, to the same result.
     return not torch.compiler.is_compiling() and not done.is_meta and bool(done.all())
+
+
+class _Limit(torch.autograd.Function):
+    """Newton's method, with a gradient that says nothing of its steps; it is plain torch, so it has gradients too."""
+
+    @staticmethod
+    def forward(logits: Tensor, iters: int, tol: float) -> Tensor:
+        return newton.solve(logits, iters, tol)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (limit,) = ctx.saved_tensors
+        return newton.pull(limit, grad), None, None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from temper.ops import naive
-from temper.ops.kept import Kept
+from temper.ops.kept import Source
 from temper.ops.plan import Fold, Plan
 from temper.precision import no_autocast, widen
 
@@ -32,13 +32,13 @@ class Link(NamedTuple):
         streams: with their leading dimensions; in the precision of the routing where autograd does everything.
         weights: (..., K), the routing of every token.
         link: carries the gradient back; None where autograd does everything.
-        kept: how to get the streams again, if they are not kept.
+        source: how to get the streams again, if they are not kept.
     """
 
     streams: Tensor
     weights: Tensor
     link: Tensor | None
-    kept: Kept | None
+    source: Source | None
     plan: Plan
     implementation: ModuleType
     dtype: torch.dtype
@@ -57,19 +57,17 @@ def begin(
             wide = widen(streams)
             x, weights = naive.begin(wide, fold, plan, mixer)
             return x.to(streams.dtype), Link(wide, weights, None, None, plan, implementation, streams.dtype)
-        kept = Kept.of(streams, group)
-        streams = streams.contiguous()
+        given, streams = streams, streams.contiguous()
         tokens = streams.view(_count(streams), plan.num_streams, plan.dim)
-        if kept is not None:
-            kept.hold(tokens)
-        x, weights, link, _, _ = _Begin.apply(tokens, *fold, plan, mixer, implementation, kept)
+        source = Source.of(given, tokens, group)
+        x, weights, link, _, _ = _Begin.apply(tokens, *fold, plan, mixer, implementation, source)
     x = x.view(*streams.shape[:-2], plan.dim)
-    return x, Link(streams, weights, link, kept, plan, implementation, streams.dtype)
+    return x, Link(streams, weights, link, source, plan, implementation, streams.dtype)
 
 
 def finish(state: Link, y: Tensor, in_place: bool = False) -> Tensor:
     """The next streams (..., N, D)."""
-    streams, weights, link, kept, plan, implementation, dtype = state
+    streams, weights, link, source, plan, implementation, dtype = state
     with no_autocast(streams):
         if implementation is naive:
             return naive.finish(streams, y, weights, plan).to(dtype)
@@ -78,9 +76,9 @@ def finish(state: Link, y: Tensor, in_place: bool = False) -> Tensor:
         if in_place and hasattr(implementation, "finish_"):
             implementation.finish_(tokens, y, weights, plan)
             return streams
-        result = _Finish.apply(link, tokens, y, weights, plan, implementation, kept).view(streams.shape)
-    if kept is not None:
-        kept.lead_to(result, y, weights, plan, implementation)
+        result = _Finish.apply(link, tokens, y, weights, plan, implementation, source).view(streams.shape)
+    if source is not None:
+        source.lead_to(result, y, weights, plan, implementation)
     return result
 
 
@@ -109,25 +107,25 @@ class _Begin(torch.autograd.Function):
         plan: Plan,
         mixer: Mixer,
         implementation: Any,
-        kept: Kept | None,
+        source: Source | None,
     ) -> tuple[Tensor, ...]:
         x, weights, z, norms = implementation.begin(streams, Fold(in_map, out, bias), plan, mixer)
         return x, weights, streams.new_empty(()).expand(streams.shape), z, norms
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        streams, in_map, out, bias, ctx.plan, ctx.mixer, ctx.implementation, ctx.kept = inputs
+        streams, in_map, out, bias, ctx.plan, ctx.mixer, ctx.implementation, source = inputs
         _, weights, _, z, norms = output
         ctx.mark_non_differentiable(z, norms)
         ctx.set_materialize_grads(False)
-        own = (streams,) if ctx.kept is None or ctx.kept.is_first else ()
+        ctx.kept, own = source or (None, (streams,))
         ctx.save_for_backward(in_map, out, bias, weights, z, norms, *own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: Tensor | None, d_weights: Tensor | None, grad: Tensor | None, *_: None) -> Any:
         in_map, out, bias, weights, z, norms, *own = ctx.saved_tensors
-        streams = own[0] if own else ctx.kept.streams()
+        streams = own[0] if ctx.kept is None else ctx.kept.streams(*own)
         with no_autocast(streams):
             d_streams, d_fold = ctx.implementation.begin_backward(
                 grad, d_x, d_weights, streams, Fold(in_map, out, bias), weights, z, norms, ctx.plan, ctx.mixer
@@ -146,22 +144,22 @@ class _Finish(torch.autograd.Function):
         weights: Tensor,
         plan: Plan,
         implementation: Any,
-        kept: Kept | None,
+        source: Source | None,
     ) -> Tensor:
         result: Tensor = implementation.finish(streams, y, weights, plan)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, streams, y, weights, ctx.plan, ctx.implementation, ctx.kept = inputs
-        own = (streams,) if ctx.kept is None or ctx.kept.is_first else ()
+        _, streams, y, weights, ctx.plan, ctx.implementation, source = inputs
+        ctx.kept, own = source or (None, (streams,))
         ctx.save_for_backward(y, weights, *own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         y, weights, *own = ctx.saved_tensors
-        streams = own[0] if own else ctx.kept.streams()
+        streams = own[0] if ctx.kept is None else ctx.kept.streams(*own)
         with no_autocast(streams):
             d_y, d_weights = ctx.implementation.finish_backward(grad, streams, y, weights, ctx.plan)
         return grad, None, d_y, d_weights, None, None, None

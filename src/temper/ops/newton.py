@@ -28,6 +28,7 @@ def find(logits: Tensor, iters: int, tol: float) -> Tensor:
     for _ in range(WARM_UP):
         shift = _plain(shift, _look(logits, shift)[0].sum(-2))
     value, height = _look(logits, shift)
+    largest = logits.abs().amax((-2, -1)).unsqueeze(-1)
     for _ in range(iters):
         sums = value.sum(-2)
         error = (sums - 1).abs().amax(-1, keepdim=True)
@@ -38,8 +39,11 @@ def find(logits: Tensor, iters: int, tol: float) -> Tensor:
         step = step - step.mean(-1, keepdim=True)
         step = step * (LONGEST / step.abs().amax(-1, keepdim=True).clamp_min(TINY)).clamp_max(1)
         trial, lower = _look(logits, shift + step)
-        # Newton's step stands where it comes nearer by either measure; elsewhere a plain round always does.
-        better = ((trial.sum(-2) - 1).abs().amax(-1, keepdim=True) < error) | (lower < height)
+        # Newton's step stands where it goes down, as a plain round always does: measured by the error alone, the two
+        # could go round in circles. Near the end the way down is lost in the rounding of its height: the error says.
+        rounding = 4 * torch.finfo(logits.dtype).eps * (shift.abs().sum(-1, keepdim=True) + largest)
+        nearer = (trial.sum(-2) - 1).abs().amax(-1, keepdim=True) < error
+        better = (lower < height) | (nearer & (lower < height + rounding))
         moved = torch.where(better, shift + step, _plain(shift, sums))
         shift = torch.where(done, shift, moved)
         value, height = _look(logits, shift)

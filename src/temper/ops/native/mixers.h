@@ -3,6 +3,7 @@
 // Letters: N streams; K = exp(logits); u, v the scaling vectors of Sinkhorn, P = u K v.
 #pragma once
 
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -332,12 +333,13 @@ class Newton final : public Mixer<Real> {
           weight(n * n) {}
 
     void forward(const V* logits, V* res) override {
-        V shift[MAX_STREAMS], trial[MAX_STREAMS], sums[MAX_STREAMS], slope[MAX_STREAMS], step[MAX_STREAMS];
+        V shift[MAX_STREAMS], trial[MAX_STREAMS], sums[MAX_STREAMS], slope[MAX_STREAMS], step[MAX_STREAMS], largest{};
         for (int j = 0; j < n; ++j) {
             V top = logits[view.at(0, j)], sum{};
             for (int i = 1; i < n; ++i) top = max(top, logits[view.at(i, j)]);
             for (int i = 0; i < n; ++i) {
                 logit[i * n + j] = logits[view.at(i, j)];
+                largest = max(largest, abs(logit[i * n + j]));
                 sum += exp(logit[i * n + j] - top);
             }
             shift[j] = -(top + log(sum));
@@ -361,8 +363,12 @@ class Newton final : public Mixer<Real> {
             V new_sums[MAX_STREAMS];
             V new_height = look(trial, new_sums), new_error = worst(new_sums);
             auto done = error <= same<V>(tol);
-            // Newton's step stands where it comes nearer by either measure; elsewhere Sinkhorn's always does.
-            auto better = (new_error < error) | (new_height < height);
+            // Newton's step stands where it goes down, as Sinkhorn's always does: measured by the error alone, the two
+            // could go round in circles. Near the end the way down is lost in the rounding of its height.
+            V size = largest;
+            for (int j = 0; j < n; ++j) size += abs(shift[j]);
+            V rounding = size * same<V>(4 * std::numeric_limits<Real>::epsilon());
+            auto better = (new_height < height) | ((new_error < error) & (new_height < height + rounding));
             V turn[MAX_STREAMS];
             for (int j = 0; j < n; ++j) turn[j] = shift[j];
             plain(turn, sums);
