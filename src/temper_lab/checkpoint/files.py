@@ -161,3 +161,15 @@ def _errno(error: BaseException) -> int:
 
 def _reason(error: BaseException) -> str:
     return os.strerror(_errno(error)) if not isinstance(error, OSError) else (error.strerror or str(error))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that has its name only when all of it is on the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +69,10 @@ def bench(
     _check_targets(setting, plot, out)
     report = measure(setting)
     if out is not None:
-        _write(json.dumps(report, indent=2) + "\n", out)
+        from temper_lab.checkpoint.files import write_whole
+
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, json.dumps(report, indent=2) + "\n")
     if plot is not None:
         from temper_lab.figures.bench import draw
 
@@ -99,14 +101,3 @@ def _check_targets(setting: Setting, plot: Path | None, out: Path | None) -> Non
             raise ValueError(f"--plot shows the parts pair and growth, and --parts is {' '.join(setting.parts)}")
     if out is not None and out.is_dir():
         raise ValueError(f"cannot write JSON to {out}: it is a folder")
-
-
-def _write(text: str, path: Path) -> None:
-    """Under its name only when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

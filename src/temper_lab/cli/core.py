@@ -57,9 +57,9 @@ def core(
         raise ValueError("--sha256 is of what --download brings, which is not given")
     json_path, csv_path = _outputs(out)
 
+    from temper_lab.checkpoint.files import write_whole
     from temper_lab.distributed import precision, session
     from temper_lab.eval.core import Partial, evaluate_task, report
-    from temper_lab.eval.core.partial import write_whole
     from temper_lab.eval.models import open_model
     from temper_lab.progress import Bar
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import dumps, sync
+from temper_lab.checkpoint.files import dumps, write_whole
 
 FORMAT = "temper-core-1"
 Answers = list[bool | None]
@@ -48,15 +47,3 @@ class Partial:
         """Removes the file: the results are there."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file that has its name only when all of it is on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
