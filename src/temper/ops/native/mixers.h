@@ -34,6 +34,34 @@ struct Mixer {
     virtual void backward(const V* logits, const V* res, const V* grad, V* out) = 0;
 };
 
+// ROWS sums at once, so that none waits for the one before it: sums[r] = sum_j kernel[r, j] x[j].
+template <int ROWS, class V>
+inline void along(const V* kernel, int n, const V* x, V* sums) {
+    V sum[ROWS] = {};
+    for (int j = 0; j < n; ++j)
+        for (int r = 0; r < ROWS; ++r) sum[r] += kernel[r * n + j] * x[j];
+    for (int r = 0; r < ROWS; ++r) sums[r] = sum[r];
+}
+
+// sums[j] += sum_r kernel[r, j] x[r] over ROWS rows.
+template <int ROWS, class V>
+inline void across(const V* kernel, int n, const V* x, V* sums) {
+    for (int j = 0; j < n; ++j) {
+        V sum = sums[j];
+        for (int r = 0; r < ROWS; ++r) sum += kernel[r * n + j] * x[r];
+        sums[j] = sum;
+    }
+}
+
+// Calls f with the first row of every block and its number of rows, which is known when this is compiled.
+template <class F>
+inline void by_blocks(int n, F f) {
+    int i = 0;
+    for (; i + 8 <= n; i += 8) f(i, std::integral_constant<int, 8>{});
+    if (i + 4 <= n) f(i, std::integral_constant<int, 4>{}), i += 4;
+    for (; i < n; ++i) f(i, std::integral_constant<int, 1>{});
+}
+
 // SIZE is the number of streams where it is a usual one, so that loops over it are written out; 0 elsewhere.
 template <class Real, int SIZE>
 class Sinkhorn final : public Mixer<Real> {
@@ -51,6 +79,8 @@ class Sinkhorn final : public Mixer<Real> {
           carry(streams * streams),
           rows((iters + 1) * streams),
           columns((iters + 1) * streams),
+          row_slopes((iters + 1) * streams),
+          column_slopes((iters + 1) * streams),
           open(iters + 1) {}
 
     void forward(const V* logits, V* res) override {
@@ -68,36 +98,46 @@ class Sinkhorn final : public Mixer<Real> {
         }
     }
 
-    // The sweep runs in logit space: a normalisation takes P times the sum of the gradient from the gradient.
+    // In logit space a normalisation takes P times the sum of the gradient from the gradient, and what it takes is
+    // the kernel times a product of two vectors. Only their sums lead to the round before, so the sweep is products of
+    // the kernel with vectors, as in the forward, and the matrix is put together at the end. The last normalisation of
+    // rows is done entry by entry: there numbers as large as the gradient cancel.
     void backward(const V* logits, const V*, const V* grad, V* out) override {
         const int n = SIZE ? SIZE : streams;
         Mask wide = scale(logits);
-        V across[MAX_STREAMS], down[MAX_STREAMS];
+        V left[MAX_STREAMS], down[MAX_STREAMS] = {}, sums[MAX_STREAMS];
         for (int i = 0; i < n; ++i) {
             V sum{};
             for (int j = 0; j < n; ++j) {
-                V p = kernel[i * n + j] * rows[iters * n + i] * columns[iters * n + j];
-                sum += carry[i * n + j] = p * grad[view.at(i, j)];
+                V p = carry[i * n + j] = kernel[i * n + j] * rows[iters * n + i] * columns[iters * n + j];
+                sum += p * grad[view.at(i, j)];
             }
-            across[i] = sum;
+            V taken = open[iters] ? sum : V{};
+            left[i] = sum - taken;
+            for (int j = 0; j < n; ++j) down[j] += carry[i * n + j] *= grad[view.at(i, j)] - taken;
         }
-        // The sums that a normalisation wants are taken while the one before it is written.
         for (int k = iters; k > 0; --k) {
             const V *u = &rows[k * n], *before = &rows[(k - 1) * n], *v = &columns[k * n];
-            for (int j = 0; j < n; ++j) down[j] = V{};
-            for (int i = 0; i < n; ++i) {
-                V sum = (open[k] ? across[i] : V{}) * u[i];
-                for (int j = 0; j < n; ++j) down[j] += carry[i * n + j] -= kernel[i * n + j] * v[j] * sum;
+            V *row_slope = &row_slopes[k * n], *column_slope = &column_slopes[k * n];
+            for (int j = 0; j < n; ++j) sums[j] = row_slope[j] = V{};
+            if (k < iters) {
+                for (int i = 0; i < n; ++i) {
+                    V taken = open[k] ? left[i] : V{};
+                    row_slope[i] = taken * u[i];
+                    left[i] -= taken;
+                }
+                by_blocks(n, [&](int i, auto count) { across<count>(&kernel[i * n], n, &row_slope[i], sums); });
             }
-            for (int j = 0; j < n; ++j) down[j] = (open[k] ? down[j] : V{}) * v[j];
-            for (int i = 0; i < n; ++i) {
-                V sum{};
-                for (int j = 0; j < n; ++j) sum += carry[i * n + j] -= kernel[i * n + j] * before[i] * down[j];
-                across[i] = sum;
+            for (int j = 0; j < n; ++j) {
+                down[j] -= sums[j] * v[j];
+                V taken = open[k] ? down[j] : V{};
+                column_slope[j] = taken * v[j];
+                down[j] -= taken;
             }
+            by_blocks(n, [&](int i, auto count) { along<count>(&kernel[i * n], n, column_slope, &sums[i]); });
+            for (int i = 0; i < n; ++i) left[i] -= sums[i] * before[i];
         }
-        for (int i = 0; i < n; ++i)
-            for (int j = 0; j < n; ++j) out[view.at(i, j)] = carry[i * n + j];
+        by_blocks(n, [&](int i, auto count) { gather<count>(i, out); });
         if (any(wide)) {
             by_logs(logits);
             back_by_logs(grad);
@@ -110,6 +150,24 @@ class Sinkhorn final : public Mixer<Real> {
     }
 
    private:
+    // Rows i, i + 1, .. of the gradient from what every round took.
+    template <int ROWS>
+    void gather(int i, V* out) {
+        const int n = SIZE ? SIZE : streams;
+        for (int j = 0; j < n; ++j) {
+            V sum[ROWS] = {};
+            for (int k = 1; k <= iters; ++k) {
+                V v = columns[k * n + j], slope = column_slopes[k * n + j];
+                for (int r = 0; r < ROWS; ++r)
+                    sum[r] += row_slopes[k * n + i + r] * v + rows[(k - 1) * n + i + r] * slope;
+            }
+            for (int r = 0; r < ROWS; ++r) {
+                int entry = (i + r) * n + j;
+                out[view.at(i + r, j)] = carry[entry] - kernel[entry] * sum[r];
+            }
+        }
+    }
+
     // Fills the kernel and the scaling vectors of every round; says which tokens need logarithms.
     Mask scale(const V* logits) {
         const int n = SIZE ? SIZE : streams;
@@ -124,7 +182,7 @@ class Sinkhorn final : public Mixer<Real> {
                 kernel[i * n + j] = exp(shifted);
             }
         }
-        V sums[MAX_STREAMS], next[MAX_STREAMS];
+        V sums[MAX_STREAMS];
         for (int j = 0; j < n; ++j) {
             rows[j] = columns[j] = same<V>(1);
             sums[j] = kernel[j];
@@ -143,16 +201,14 @@ class Sinkhorn final : public Mixer<Real> {
             }
             for (int j = 0; j < n; ++j) {
                 v[j] = open[k] ? same<V>(1) / sums[j] : old[j];
-                next[j] = V{};
+                sums[j] = V{};
             }
-            // The column sums of the next round are taken as soon as a row is known.
-            for (int i = 0; i < n; ++i) {
-                V sum{};
-                for (int j = 0; j < n; ++j) sum += kernel[i * n + j] * v[j];
-                u[i] = open[k] ? same<V>(1) / sum : before[i];
-                for (int j = 0; j < n; ++j) next[j] += kernel[i * n + j] * u[i];
-            }
-            for (int j = 0; j < n; ++j) sums[j] = next[j];
+            // The column sums of the next round are taken as soon as some rows are known.
+            by_blocks(n, [&](int i, auto count) {
+                along<count>(&kernel[i * n], n, v, &u[i]);
+                for (int r = i; r < i + count; ++r) u[r] = open[k] ? same<V>(1) / u[r] : before[r];
+                across<count>(&kernel[i * n], n, &u[i], sums);
+            });
         }
         return spread < same<V>(-widest<Real>());
     }
@@ -231,7 +287,7 @@ class Sinkhorn final : public Mixer<Real> {
     int streams, iters;
     Real tol;
     View view;
-    std::vector<V> kernel, value, carry, rows, columns;
+    std::vector<V> kernel, value, carry, rows, columns, row_slopes, column_slopes;
     std::vector<Mask> open;
 };
 
