@@ -33,6 +33,7 @@ PUBLIC = {
     "preset",
     "recompute",
     "reduce_streams",
+    "theory",
     "wrap",
 }
 

@@ -25,7 +25,7 @@ from temper.streams import expand_streams, reduce_streams
 from temper.wrap import wrap
 
 if TYPE_CHECKING:
-    from temper import convert
+    from temper import convert, theory
     from temper.diagnostics import observe
 
 __version__ = "0.1.0"
@@ -50,14 +50,15 @@ __all__ = [
     "preset",
     "recompute",
     "reduce_streams",
+    "theory",
     "wrap",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # Imported when first asked for: nobody who only trains should wait for them.
-    if name == "convert":
-        return importlib.import_module("temper.convert")
+    if name in ("convert", "theory"):
+        return importlib.import_module(f"temper.{name}")
     if name == "observe":
         return importlib.import_module("temper.diagnostics").observe
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

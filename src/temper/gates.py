@@ -16,6 +16,8 @@ class Gates(Registered, ABC, family="gates"):
 
     # Whether these are the gates that the fast implementations compute: no squash, then sigmoids.
     fast: ClassVar[bool] = False
+    # The greatest slope of pre, and of post, in their logits; that of `squash` is one.
+    slopes: ClassVar[tuple[float, float]]
 
     def __init__(self, pre_eps: float = 0.0) -> None:
         # DeepSeek-V4 keeps every read weight above a small number.
@@ -32,6 +34,10 @@ class Gates(Registered, ABC, family="gates"):
     def post(self, logits: Tensor) -> Tensor: ...
 
     @abstractmethod
+    def most_written(self, gate: Tensor, bias: Tensor) -> Tensor:
+        """What ||post||_2 cannot exceed at any token, given the gate and the bias (N) of post."""
+
+    @abstractmethod
     def initial_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
         """The biases of pre and post for a site that starts on stream `index`."""
 
@@ -40,6 +46,7 @@ class Sigmoid(Gates, name="sigmoid"):
     """pre = sigmoid(logits) + pre_eps, post = 2 sigmoid(logits): the form of mHC and of the paper."""
 
     fast = True
+    slopes = (0.25, 0.5)
 
     def pre(self, logits: Tensor) -> Tensor:
         pre = logits.sigmoid()
@@ -47,6 +54,9 @@ class Sigmoid(Gates, name="sigmoid"):
 
     def post(self, logits: Tensor) -> Tensor:
         return 2 * logits.sigmoid()
+
+    def most_written(self, gate: Tensor, bias: Tensor) -> Tensor:
+        return 2 * torch.ones_like(bias).norm()
 
     def initial_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
         bias = torch.full((num_streams,), -1.0)
@@ -57,6 +67,8 @@ class Sigmoid(Gates, name="sigmoid"):
 class Tanh(Gates, name="tanh"):
     """gate * tanh(Z) + bias and nothing after it, for pre, res and post: the form of the original HC."""
 
+    slopes = (1.0, 1.0)
+
     def squash(self, dynamic: Tensor) -> Tensor:
         return dynamic.tanh()
 
@@ -65,6 +77,9 @@ class Tanh(Gates, name="tanh"):
 
     def post(self, logits: Tensor) -> Tensor:
         return logits
+
+    def most_written(self, gate: Tensor, bias: Tensor) -> Tensor:
+        return (gate.abs() + bias.abs()).norm()
 
     def initial_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
         pre = torch.zeros(num_streams)

@@ -92,6 +92,10 @@ class Generator(Registered, nn.Module, family="generator"):
         """
         raise NotImplementedError
 
+    def compression(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Matrices whose Kronecker product takes Hhat, row after row, to what the generator keeps of it."""
+        return (self.maps(dtype)[0].flatten(1),)
+
     def assign_dense(self, weight: Tensor) -> None:
         """Overwrites the stored tensors with the best this generator finds for a dense W."""
         raise NotImplementedError

@@ -121,6 +121,11 @@ class Tucker(Generator, name="tucker"):
             out_map = (out_map[:, None, ..., None] * wide).flatten(0, 1)
         return in_map_RND, out_map
 
+    def compression(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """L(Hhat) = U^T Hhat C: the core mixes what is left, and sees no more."""
+        stream_NA, feature_DB = (factor.to(dtype=dtype) for factor in self.factors[:2])
+        return stream_NA.T, feature_DB.T
+
     def assign_dense(self, weight: Tensor) -> None:
         """HOSVD: the leading left singular vectors of every unfolding."""
         core = weight

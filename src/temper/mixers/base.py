@@ -75,6 +75,16 @@ class Mixer(Registered, nn.Module, family="mixer"):
         """Whether `pull` is there for these options."""
         return type(self).pull is not Mixer.pull
 
+    def lipschitz(self) -> float:
+        """A proved L with ||res(a) - res(b)||_F <= L ||a - b||_F + slack for all logits a and b."""
+        raise ValueError(
+            f"no Lipschitz constant is known of the {self.name} mixer; give it a `lipschitz` (docs/adding-a-mixer.md)"
+        )
+
+    def slack(self, logits: Tensor, res: Tensor, other_logits: Tensor, other_res: Tensor) -> Tensor:
+        """What `lipschitz` leaves out, from two logits and what they became: (...). Zero where it holds as it is."""
+        return res.new_zeros(res.shape[:-2])
+
     def native(self) -> Native | None:
         """This mixer as the native kernels know it, or None."""
         return None

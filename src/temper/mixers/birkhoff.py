@@ -61,6 +61,10 @@ class Birkhoff(Mixer, name="birkhoff"):
     def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
         return self.mixture.pull(logits, grad)
 
+    def lipschitz(self) -> float:
+        # Two permutations that share no place, half of each: sqrt(2N) apart, and softmax gives sqrt(1/8) of it.
+        return self.num_streams**0.5 / 2
+
     def native(self) -> Native:
         return Native("permutations", factors=(self.num_streams,))
 

@@ -89,6 +89,10 @@ class Kronecker(Mixer, name="kronecker"):
             pulled.append(mixture.pull(part, slope))
         return torch.cat(pulled, dim=-1)
 
+    def lipschitz(self) -> float:
+        # A mixture of permutations whose logits are sums: as for all N! of them.
+        return self.num_streams**0.5 / 2
+
     def native(self) -> Native:
         return Native("permutations", factors=self.sizes)
 

@@ -136,6 +136,23 @@ class Sinkhorn(Mixer, name="sinkhorn"):
     def has_pull(self) -> bool:
         return self.method == "newton" or self.tol is None
 
+    def lipschitz(self) -> float:
+        """At fixed column sums: the entropy is 2-strongly convex on matrices whose rows sum to one (docs/math.md)."""
+        return 0.5
+
+    def slack(self, logits: Tensor, res: Tensor, other_logits: Tensor, other_res: Tensor) -> Tensor:
+        """Columns that have not converged sum to other numbers at other logits, and eps moves entries of its own."""
+        one, far = self._scaled(logits, res)
+        two, other_far = self._scaled(other_logits, other_res)
+        sums = (one.sum(-2) - two.sum(-2)).abs().sum(-1)
+        return ((self.num_streams - 1) / 2) ** 0.5 * sums + far + other_far
+
+    def _scaled(self, logits: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(logits) with rows and columns scaled and rows exact, as turned as it runs; and how far res is from it."""
+        # Without the guard, that is what res is.
+        near = Sinkhorn(self.num_streams, iters=self.iters, last=self.last).mix(logits) if self.eps else res
+        return self._turn(near), torch.linalg.matrix_norm(res - near)
+
     def native(self) -> Native | None:
         if self.eps and self.tol is not None:
             return None

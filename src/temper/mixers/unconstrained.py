@@ -29,5 +29,8 @@ class Unconstrained(Mixer, name="unconstrained"):
     def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
         return grad
 
+    def lipschitz(self) -> float:
+        return 1.0
+
     def native(self) -> Native:
         return Native("copy")

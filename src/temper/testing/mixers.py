@@ -67,6 +67,19 @@ class MixerSuite:
         assert errors[1] <= exact[1]
 
     @streams_of
+    @pytest.mark.parametrize("step", [1e-4, 1.0])
+    def test_as_smooth_as_it_says(self, num_streams: int, step: float) -> None:
+        mixer = self.build(num_streams)
+        if type(mixer).lipschitz is Mixer.lipschitz:
+            pytest.skip("says nothing")
+        logits = torch.cat([self.logits(mixer, 50, scale=scale) for scale in (0.1, 1.0, 4.0)])
+        other = logits + step * torch.randn_like(logits)
+        res, other_res = mixer(logits), mixer(other)
+        change = (res - other_res).flatten(1).norm(dim=1)
+        limit = mixer.lipschitz() * (logits - other).flatten(1).norm(dim=1)
+        assert (change <= limit + mixer.slack(logits, res, other, other_res) + 1e-12).all()
+
+    @streams_of
     def test_starts_near_the_identity(self, num_streams: int) -> None:
         mixer = self.build(num_streams)
         bias = mixer.initial_bias().double()

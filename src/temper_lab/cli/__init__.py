@@ -22,6 +22,7 @@ COMMANDS = {
     "data download": ("bring shards of ClimbMix into a folder", "temper_lab.cli.data"),
     "tokenizer train": ("train a tokenizer on a corpus", "temper_lab.cli.tokenizer"),
     "tokenizer info": ("what a tokenizer holds, and its bytes per token", "temper_lab.cli.tokenizer"),
+    "theory": ("ranks and bounds of a model beside what is measured", "temper_lab.cli.theory"),
     "bench": ("measure what every method costs in time and memory", "temper_lab.cli.bench"),
     "params": ("count the parameters that every method adds", "temper_lab.cli.params"),
 }
