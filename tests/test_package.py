@@ -47,7 +47,7 @@ def python(code, **environment):
 
 def test_the_public_names():
     assert set(temper.__all__) == PUBLIC
-    assert {"load_foreign", "export_foreign"} == set(temper.convert.__all__)
+    assert {"load_foreign", "export_foreign", "upcycle", "grow"} == set(temper.convert.__all__)
     assert all(hasattr(temper, name) for name in PUBLIC)
     with pytest.raises(AttributeError, match="no attribute 'observ'"):
         _ = temper.observ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -41,6 +42,14 @@ class Gates(Registered, ABC, family="gates"):
     def initial_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
         """The biases of pre and post for a site that starts on stream `index`."""
 
+    @abstractmethod
+    def exact_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
+        """Biases, in float64, at which a site reads the mean of the streams and adds f(x) to it.
+
+        Where the generators give nothing and mixing keeps the mean, N streams then compute what one did (docs/math.md,
+        Upcycling). Stream `index` is still written, or read, differently from the others.
+        """
+
 
 class Sigmoid(Gates, name="sigmoid"):
     """pre = sigmoid(logits) + pre_eps, post = 2 sigmoid(logits): the form of mHC and of the paper."""
@@ -62,6 +71,20 @@ class Sigmoid(Gates, name="sigmoid"):
         bias = torch.full((num_streams,), -1.0)
         bias[index] = 1.0
         return bias, bias.clone()
+
+    def exact_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
+        read = 1 / num_streams - self.pre_eps
+        if read <= 0:
+            raise ValueError(
+                f"pre_eps is {self.pre_eps}: {num_streams} streams, each read with more than that, cannot be read as "
+                f"their mean; expected less than 1/{num_streams}"
+            )
+        pre = torch.full((num_streams,), math.log(read / (1 - read)), dtype=torch.float64)
+        # The marks of `initial_bias`, shifted until the N writes have the mean 1.
+        shift = math.asinh((1 - 2 / num_streams) * math.sinh(1))
+        post = torch.full((num_streams,), shift - 1, dtype=torch.float64)
+        post[index] = shift + 1
+        return pre, post
 
 
 class Tanh(Gates, name="tanh"):
@@ -85,3 +108,8 @@ class Tanh(Gates, name="tanh"):
         pre = torch.zeros(num_streams)
         pre[index] = 1.0
         return pre, torch.ones(num_streams)
+
+    def exact_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
+        # HC starts exactly as it is: the streams are copies, one of which is read.
+        pre, post = (bias.double() for bias in self.initial_bias(num_streams, index))
+        return pre - self.pre_eps, post

@@ -17,12 +17,20 @@ from torch.utils._pytree import tree_map
 from temper.connection import HyperConnection, State
 from temper.presets import preset as make_preset
 from temper.recompute import recompute as make_recompute
+from temper.registry import unknown
 from temper.streams import expand_streams, reduce_streams
 
 Selector = str | Callable[[str, nn.Module], bool]
 
 # The name under which a block holds its sites.
 SITES = "hyper_connections"
+
+
+def _mean(streams: Tensor) -> Tensor:
+    return streams.squeeze(-2) if streams.shape[-2] == 1 else streams.mean(-2)
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": reduce_streams, "mean": _mean}
 
 
 def wrap(
@@ -33,6 +41,7 @@ def wrap(
     num_streams: int,
     dim: int | None = None,
     sites: int = 2,
+    reduce: str = "sum",
     recompute: bool = False,
     **overrides: Any,
 ) -> nn.Module:
@@ -51,6 +60,8 @@ def wrap(
         preset: a name of `temper.PRESETS`, changed by `overrides` as in `temper.preset`.
         dim: the width; found from the norms of the first block if left out.
         sites: how many residual adds one block has.
+        reduce: what becomes of the streams after the last block: their "sum" (the paper's), or their "mean", which
+            `temper.convert.upcycle` needs and sets by itself.
         recompute: keep only some of the streams for the backward pass (`temper.recompute`).
 
     Returns:
@@ -60,6 +71,8 @@ def wrap(
         raise TypeError(f"wrap wants a module, got {type(module).__name__}")
     if isinstance(sites, bool) or not isinstance(sites, int) or sites < 1:
         raise ValueError(f"sites is {sites!r}; expected the number of residual adds in a block, at least 1")
+    if reduce not in REDUCTIONS:
+        raise unknown("reduce", reduce, REDUCTIONS)
     blocks = dict(_select(module, selector))
     for name, block in blocks.items():
         if hasattr(block, SITES):
@@ -78,8 +91,17 @@ def wrap(
         connections.train(block.training)
         setattr(block, SITES, connections)
         block.register_forward_pre_hook(_Enter(name, first=index == 0), with_kwargs=True)
-        block.register_forward_hook(_Leave(name, last=index == len(blocks) - 1))
+        block.register_forward_hook(_Leave(name, reduce if index == len(blocks) - 1 else None))
     return make_recompute(module) if recompute else module
+
+
+def reduce_by(module: nn.Module, reduce: str) -> None:
+    """Changes how a wrapped model reduces its streams; without effect on a model that was not wrapped."""
+    assert reduce in REDUCTIONS
+    for block in module.modules():
+        for hook in block._forward_hooks.values():
+            if isinstance(hook, _Leave) and hook.reduce is not None:
+                hook.reduce = reduce
 
 
 class Carrier:
@@ -185,10 +207,10 @@ class _Enter:
 
 
 class _Leave:
-    """Checks that every site of a block was used once, and sums the streams after the last block."""
+    """Checks that every site of a block was used once, and reduces the streams after the last block."""
 
-    def __init__(self, name: str, last: bool) -> None:
-        self.name, self.last = name, last
+    def __init__(self, name: str, reduce: str | None) -> None:
+        self.name, self.reduce = name, reduce
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         carrier = output[0] if isinstance(output, tuple | list) and output else output
@@ -203,9 +225,9 @@ class _Leave:
                     else "its output is not x + branch(norm(x)). Post-norm blocks need HyperConnection by hand"
                 )
             )
-        if not self.last:
+        if self.reduce is None:
             return output
-        x = reduce_streams(carrier._streams)
+        x = REDUCTIONS[self.reduce](carrier._streams)
         return type(output)([x, *output[1:]]) if isinstance(output, tuple | list) else x
 
 

@@ -149,6 +149,11 @@ class Tokenizer:
             raise ValueError(f"{path}: no tokenizer there ({error.strerror}); expected {FILE_NAME}") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not a tokenizer file, it is not UTF-8; expected the JSON of `save`") from error
+        return cls.from_json(text, path)
+
+    @classmethod
+    def from_json(cls, text: str, path: str | Path) -> Tokenizer:
+        """A tokenizer from the content of a file; the path is for messages."""
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:

@@ -100,6 +100,24 @@ class Generator(Registered, nn.Module, family="generator"):
         """Overwrites the stored tensors with the best this generator finds for a dense W."""
         raise NotImplementedError
 
+    def silence(self) -> None:
+        """Sets W to zero so that it can still learn: its last tensor is zero, the others stay as they are."""
+        with torch.no_grad():
+            *_, last = self.parameters()
+            last.zero_()
+        if not last.is_meta and self.to_dense().any():
+            raise ValueError(
+                f"the {self.name} generator is not zero where its last tensor is: it has to override `silence`"
+            )
+
+    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """The stored tensors, by name, of W with every mode k multiplied by the matrix maps[k], or left as it is.
+
+        Args:
+            maps: one (new mode, old mode) matrix or None for each of (N, D, *out_modes).
+        """
+        raise ValueError(f"the {self.name} generator cannot be stretched to more streams: it has no `stretched`")
+
     def to_dense(self) -> Tensor:
         """W itself, (N, D, *out_modes)."""
         in_map, out_map = self.maps()
@@ -163,6 +181,13 @@ def ranks_within(budget: int, limits: Sequence[int], count: Callable[[tuple[int,
         middle = (low + high) / 2
         low, high = (middle, high) if count(ranks(middle)) <= budget else (low, middle)
     return ranks(low)
+
+
+def mode_product(tensor: Tensor, matrix: Tensor | None, mode: int) -> Tensor:
+    """The tensor with one of its modes multiplied by a matrix (new, old); as it is if there is none."""
+    if matrix is None:
+        return tensor
+    return torch.tensordot(matrix.to(tensor), tensor, dims=([1], [mode])).movedim(0, mode)
 
 
 def fill_columns(columns: Tensor, total: int) -> Tensor:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from temper.generators.base import Generator, Modes, Rank, Shapes, check_rank, fill_columns, fraction_of
+from temper.generators.base import (
+    Generator,
+    Modes,
+    Rank,
+    Shapes,
+    check_rank,
+    fill_columns,
+    fraction_of,
+    mode_product,
+)
 
 
 class CP(Generator, name="cp"):
@@ -61,6 +71,10 @@ class CP(Generator, name="cp"):
     def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         stream_RN, feature_RD, *outs_RO = (factor.to(dtype=dtype).T for factor in self.factors)
         return _outer(stream_RN, feature_RD), _outer(*outs_RO)
+
+    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        pairs = enumerate(zip(self.factors, maps, strict=True))
+        return {f"factors.{k}": mode_product(factor.detach(), matrix, 0) for k, (factor, matrix) in pairs}
 
     def assign_dense(self, weight: Tensor) -> None:
         """Orthogonal rank-one terms by nested SVDs, largest kept; exact from rank prod(modes) / max(modes) on."""

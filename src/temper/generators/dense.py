@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from temper.generators.base import Generator, Modes, Shapes
+from temper.generators.base import Generator, Modes, Shapes, mode_product
 
 
 class Dense(Generator, name="dense"):
@@ -37,6 +38,12 @@ class Dense(Generator, name="dense"):
         in_map_RND = self.weight.to(dtype=dtype).flatten(2).movedim(-1, 0)
         eye_RR = torch.eye(in_map_RND.shape[0], dtype=in_map_RND.dtype, device=in_map_RND.device)
         return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
+
+    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        weight = self.weight.detach()
+        for mode, matrix in enumerate(maps):
+            weight = mode_product(weight, matrix, mode)
+        return {"weight": weight}
 
     def assign_dense(self, weight: Tensor) -> None:
         self.weight.copy_(weight)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from temper.generators.base import Modes, Shapes
+from temper.generators.base import Modes, Shapes, mode_product
 from temper.generators.dense import Dense
 
 
@@ -42,6 +42,13 @@ class PerStream(Dense, name="per-stream"):
         in_map_RND = (weight_PD[:, None, None, :] * eye_NN[..., None]).flatten(0, 1)
         eye_RR = torch.eye(in_map_RND.shape[0], dtype=weight.dtype, device=weight.device)
         return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
+
+    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        # A stream decides for itself, so that its mode and the last output are not stored.
+        weight = self.weight.detach()
+        for mode, matrix in enumerate(maps[1:-1]):
+            weight = mode_product(weight, matrix, mode)
+        return {"weight": weight}
 
     def assign_dense(self, weight: Tensor) -> None:
         """Least squares: the mean over streams of the entries this form can hold; the rest is dropped."""

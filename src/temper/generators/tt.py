@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from temper.generators.base import (
     count,
     fill_columns,
     fraction_of,
+    mode_product,
     ranks_within,
 )
 
@@ -89,6 +91,10 @@ class TT(Generator, name="tt"):
         for core in rest:
             out_map = torch.tensordot(out_map, core, dims=1)
         return in_map_RND, out_map.squeeze(-1)
+
+    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        pairs = enumerate(zip(self.cores, maps, strict=True))
+        return {f"cores.{k}": mode_product(core.detach(), matrix, 1) for k, (core, matrix) in pairs}
 
     def assign_dense(self, weight: Tensor) -> None:
         """TT-SVD: one truncated SVD per bond, from left to right."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from temper.generators.base import (
     count,
     fill_columns,
     fraction_of,
+    mode_product,
     ranks_within,
 )
 
@@ -125,6 +127,13 @@ class Tucker(Generator, name="tucker"):
         """L(Hhat) = U^T Hhat C: the core mixes what is left, and sees no more."""
         stream_NA, feature_DB = (factor.to(dtype=dtype) for factor in self.factors[:2])
         return stream_NA.T, feature_DB.T
+
+    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        factors = zip(self.factors, maps, strict=True)
+        stretched = {
+            f"factors.{k}": mode_product(factor.detach(), matrix, 0) for k, (factor, matrix) in enumerate(factors)
+        }
+        return {"core": self.core.detach(), **stretched}
 
     def assign_dense(self, weight: Tensor) -> None:
         """HOSVD: the leading left singular vectors of every unfolding."""

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from temper.ops import autograd, backend
 from temper.ops.plan import Native, Plan
 from temper.registry import Registered
+
+
+class Growth(NamedTuple):
+    """The logits of k N streams from those of N, where stream m is a copy of stream m mod N.
+
+    Args:
+        maps: for every mode of the logits the matrix (new, old) that the dynamic part is multiplied by.
+        bias: the new one.
+        gate: what the gate is multiplied by.
+    """
+
+    maps: tuple[Tensor, ...]
+    bias: Tensor
+    gate: float = 1.0
 
 
 class Mixer(Registered, nn.Module, family="mixer"):
@@ -58,6 +73,13 @@ class Mixer(Registered, nn.Module, family="mixer"):
         """The bias, of shape logit_shape, at which res is (nearly) the identity."""
         raise NotImplementedError
 
+    def grow(self, bias: Tensor, copies: int) -> Growth:
+        """Logits for `copies` times as many streams whose res does to copies of the streams what this one did to them.
+
+        Copies of one stream should keep to themselves: res (x) V with V near the identity.
+        """
+        raise ValueError(f"the {self.name} mixer does not grow: no logits of it do to copied streams what these did")
+
     def mix(self, logits: Tensor) -> Tensor:
         """res (..., N, N), plainly: the definition that everything faster is compared to."""
         raise NotImplementedError
@@ -96,3 +118,8 @@ class Mixer(Registered, nn.Module, family="mixer"):
     def forward(self, logits: Tensor) -> Tensor:
         """res (..., N, N) of logits (..., *logit_shape), by the fastest implementation that serves."""
         return autograd.mix(logits, self, backend.choose(logits, self.plan(), self))
+
+
+def copy_map(num_streams: int, copies: int) -> Tensor:
+    """Which of the streams each of their copies is: (copies * N, N), a one in every row."""
+    return torch.eye(num_streams, dtype=torch.float64).repeat(copies, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from temper.mixers.base import Mixer
+from temper.mixers.base import Growth, Mixer
 from temper.mixers.birkhoff import PermutationMixture, identity_bias, mixture_flops
 from temper.ops.plan import Native
 
@@ -67,6 +67,17 @@ class Kronecker(Mixer, name="kronecker"):
 
     def initial_bias(self) -> Tensor:
         return torch.cat([identity_bias(size) for size in self.sizes])
+
+    def grow(self, bias: Tensor, copies: int) -> Growth:
+        # Further factors stand on the left, where they mix the copies among themselves: U^K+1 (x) res.
+        added = prime_factors(copies)
+        if added[0] < self.sizes[-1]:
+            raise ValueError(
+                f"kronecker does not grow from {self.num_streams} to {copies * self.num_streams} streams: its factors "
+                f"stand in ascending order, and {added[0]} would come before {self.sizes[-1]}"
+            )
+        bias = torch.cat([bias, *(identity_bias(size).to(bias) for size in added)])
+        return Growth((torch.eye(len(bias), *self.logit_shape, dtype=torch.float64),), bias)
 
     def mix(self, logits: Tensor) -> Tensor:
         return self._products(self._factors(logits))[-1]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from temper.mixers.base import Mixer
+from temper.mixers.base import Growth, Mixer, copy_map
 from temper.ops import newton
 from temper.ops import sinkhorn as scaling
 from temper.ops.plan import Native
@@ -80,6 +80,16 @@ class Sinkhorn(Mixer, name="sinkhorn"):
 
     def initial_bias(self) -> Tensor:
         return torch.full(self.logit_shape, -8.0).fill_diagonal_(0.0)
+
+    def grow(self, bias: Tensor, copies: int) -> Growth:
+        if self.eps:
+            raise ValueError(
+                f"sinkhorn with eps={self.eps} does not grow: the guard weighs otherwise in a larger matrix"
+            )
+        # Every round on K (x) V is that round on K (x) that round on V, and rows of V sum to one at the end.
+        apart = torch.full((copies, copies), -8.0).fill_diagonal_(0.0).to(bias)
+        repeat = copy_map(self.num_streams, copies)
+        return Growth((repeat, repeat), bias.repeat(copies, copies) + torch.kron(apart, torch.ones_like(bias)))
 
     def mix(self, logits: Tensor) -> Tensor:
         return self._limit(logits) if self.method == "newton" else self._rounds(logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from temper.mixers.base import Mixer
+from temper.mixers.base import Growth, Mixer, copy_map
 from temper.ops.plan import Native
 
 
@@ -18,6 +18,11 @@ class Unconstrained(Mixer, name="unconstrained"):
 
     def initial_bias(self) -> Tensor:
         return torch.eye(self.num_streams)
+
+    def grow(self, bias: Tensor, copies: int) -> Growth:
+        # What came from a stream comes from its copies together.
+        repeat = copy_map(self.num_streams, copies)
+        return Growth((repeat, repeat), torch.kron(torch.eye(copies).to(bias), bias), gate=1 / copies)
 
     def mix(self, logits: Tensor) -> Tensor:
         return logits

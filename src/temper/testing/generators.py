@@ -117,6 +117,14 @@ class GeneratorSuite:
         moved = any(p.grad is not None and p.grad.abs().max() > 0 for p in generator.parameters())
         assert moved == self.leaves_zero
 
+    @modes
+    def test_silence_can_still_learn(self, in_modes: Modes, out_modes: Modes) -> None:
+        generator = self.build(in_modes, out_modes)
+        generator.silence()
+        assert generator.to_dense().abs().max() == 0
+        generator.to_dense().backward(torch.randn(*in_modes, *out_modes, dtype=torch.float64))
+        assert any(p.grad is not None and p.grad.abs().max() > 0 for p in generator.parameters())
+
     def test_state_dict_round_trip_and_copy(self) -> None:
         generator = self.build((4, 6), (4, 4))
         other = copy.deepcopy(generator)

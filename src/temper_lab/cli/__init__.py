@@ -16,6 +16,7 @@ COMMANDS = {
     "sample": ("let a model continue a prompt", "temper_lab.cli.sample"),
     "eval bpb": ("bits per byte of a model on a corpus", "temper_lab.cli.eval"),
     "export": ("write a model for transformers", "temper_lab.cli.export"),
+    "upcycle": ("give a pretrained model several streams", "temper_lab.cli.upcycle"),
     "eval core": ("accuracy of a model in the 22 tasks of CORE", "temper_lab.cli.core"),
     "runs": ("list runs with their status and best bpb", "temper_lab.cli.runs"),
     "data info": ("what a corpus holds", "temper_lab.cli.data"),

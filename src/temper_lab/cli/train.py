@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections.abc
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from temper_lab import recipe as recipes
+from temper_lab.cli.tables import registry
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
 
@@ -70,7 +69,7 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         return train(settings, out, resume=resume, dry_run=dry_run, recipe_name=recipe or name or "recipe")
 
     command.__doc__ = HELP.format(names=", ".join(recipes.names()))
-    return command, {"registry": _registry()}
+    return command, {"registry": registry()}
 
 
 def train(recipe: Recipe, out: Path | None, *, resume: bool, dry_run: bool, recipe_name: str) -> int:
@@ -103,32 +102,3 @@ def _value(words: list[str], option: str) -> str | None:
         elif word.startswith(f"--{option}="):
             found = word.partition("=")[2]
     return found
-
-
-def _registry() -> tyro.constructors.ConstructorRegistry:
-    """Tables, such as `model.router`, are JSON on the command line."""
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def table(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        if info.type_origin is not collections.abc.Mapping:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="JSON",
-            instance_from_str=lambda words: _table(words[0]),
-            is_instance=lambda value: isinstance(value, Mapping),
-            str_from_instance=lambda value: [json.dumps(value)],
-        )
-
-    return registry
-
-
-def _table(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a table; expected JSON such as '{{\"rank\": 8}}'")
-    return value

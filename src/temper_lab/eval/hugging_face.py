@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from temper_lab.eval.models import fingerprint, sizes
 from temper_lab.eval.token_bytes import raw_bytes
+from temper_lab.upcycle.theirs import attach, is_upcycled
 
 # What begins a document where no BOS is named: models trained without one know the token between documents.
 DELIMITERS = ("<|endoftext|>", "<|bos|>", "<|begin_of_text|>", "<s>")
@@ -42,6 +43,8 @@ def load_theirs(path: Path, *, device: torch.device | str = "cpu") -> tuple[nn.M
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         network = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+        if is_upcycled(path):
+            attach(network, path)
     # Their loaders raise whatever they come across.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

@@ -1,0 +1,39 @@
+"""Tables on the command line: JSON, as in `--model.router '{"rank": 8}'`."""
+
+from __future__ import annotations
+
+import collections.abc
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import tyro
+
+
+def registry() -> tyro.constructors.ConstructorRegistry:
+    """What tyro has to know of options that are tables."""
+    known = tyro.constructors.ConstructorRegistry()
+
+    @known.primitive_rule
+    def table(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type_origin is not collections.abc.Mapping:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="JSON",
+            instance_from_str=lambda words: _table(words[0]),
+            is_instance=lambda value: isinstance(value, Mapping),
+            str_from_instance=lambda value: [json.dumps(value)],
+        )
+
+    return known
+
+
+def _table(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not a table; expected JSON such as '{{\"rank\": 8}}'")
+    return value
