@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two processes with a thread each beat one with two: the tests are many and small.
 JOBS ?= 2
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint browser bench clean
 
 setup: $(STAMP)
 
@@ -21,8 +21,16 @@ demo: setup
 	$(BIN)/temper params --plot demo/parameters.png
 	$(BIN)/python examples/toy_network.py --out demo
 
-test: setup lint
+test: setup lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS)
+
+# Tests of pages need a browser. Where it cannot be installed (no root, no apt, no network) they are skipped and say so.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	    && apt-get update -qq >/dev/null 2>&1 \
+	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null 2>&1; } \
+	  || echo "no chromium here: the tests that need a browser will be skipped"
 
 lint: setup
 	$(BIN)/ruff check .

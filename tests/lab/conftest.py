@@ -1,8 +1,10 @@
 """A corpus and a recipe so small that a run takes a second."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+import browser as browsers
 import pytest
 
 TEXT = "the people of this union have seen peace and war with courage while congress made laws for all states"
@@ -55,3 +57,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
     path.write_text(RECIPE.format(corpus=corpus_folder))
     return path
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[browsers.Browser]:
+    """One headless browser for all tests of pages."""
+    session = browsers.start()
+    yield session
+    session.close()

@@ -18,6 +18,7 @@ COMMANDS = {
     "export": ("write a model for transformers", "temper_lab.cli.export"),
     "upcycle": ("give a pretrained model several streams", "temper_lab.cli.upcycle"),
     "eval core": ("accuracy of a model in the 22 tasks of CORE", "temper_lab.cli.core"),
+    "report": ("make the page, figures and tables of a study", "temper_lab.cli.report"),
     "runs": ("list runs with their status and best bpb", "temper_lab.cli.runs"),
     "data info": ("what a corpus holds", "temper_lab.cli.data"),
     "data download": ("bring shards of ClimbMix into a folder", "temper_lab.cli.data"),

@@ -1,0 +1,67 @@
+"""`temper report`: a study as a page, figures and tables."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    from temper_lab.report import Tab
+
+
+def report(
+    study: Annotated[Path, tyro.conf.Positional],
+    out: Path | None = None,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Make the page of a study: tables, curves, parameters, cost and significance, from its results.json alone.
+
+        temper report runs/demo
+        temper report runs/demo/results.json --out reports/demo
+        temper report runs/demo --json
+
+    `report.html` is one file to open, send or show: it needs no network. Beside it are figures/ (PNG and SVG) and
+    tables/ (CSV and LaTeX). A study that is still running has a report of what has finished.
+
+    Args:
+        study: The folder of a study, as `temper compare` makes it, or a results.json.
+        out: Write to this folder instead of the study's own.
+        as_json: Print the tables and statements as JSON instead of the main table.
+    """
+    from temper_lab.report import read, write_report
+
+    results = read(study)
+    folder = study if study.is_dir() else study.parent
+    target = folder if out is None else out
+    done = write_report(results, target, _explorer(folder, results))
+    if as_json:
+        print(json.dumps(done.content.to_dict(), indent=2, allow_nan=False))
+        return
+    from rich.console import Console
+
+    from temper_lab.report.formats import as_rich
+    from temper_lab.report.tables import SCALE
+
+    console = Console()
+    # Into a file or a pipe it goes as wide as it is.
+    (console if console.is_terminal else Console(width=240)).print(as_rich(done.content.tables["main"]))
+    for line in (*done.content.lines, SCALE):
+        print(line)
+    print(f"page: {done.page}")
+    print(
+        f"beside it: {len(done.figures)} files in {target / 'figures'}, {len(done.tables)} files in {target / 'tables'}"
+    )
+
+
+def _explorer(folder: Path, results: dict[str, Any]) -> list[Tab]:
+    """The routing explorer, where it is installed and the study still has models."""
+    if importlib.util.find_spec("temper_lab.report.explorer") is None:
+        return []
+    explorer = importlib.import_module("temper_lab.report.explorer")
+    tab = explorer.tab(folder, results)
+    return [] if tab is None else [tab]

@@ -1,0 +1,224 @@
+"""The figures of a study, as charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from temper_lab.report.charts import Axis, Chart, Mark, Panel, Rule, file_name
+from temper_lab.report.comparisons import Comparison
+from temper_lab.report.formats import Table
+from temper_lab.report.results import Curve, Run, Study
+from temper_lab.report.series import Series, average, frontier, gap, gap_reference, half_window, smooth, thin
+from temper_lab.report.styles import PLAIN, Style, styles
+
+STEP = Axis("step")
+
+
+def curves(study: Study) -> Chart | None:
+    """Validation bpb against the step."""
+    chart = _over_steps(study, "curves", "Validation bits per byte", "bpb", lambda run: run.val)
+    return chart and _with_caption(chart, "Mean over seeds; the band is one standard deviation to each side.")
+
+
+def losses(study: Study) -> Chart | None:
+    """Training loss against the step, smoothed."""
+    window = 2 * max((half_window(len(run.train)) for run in study.runs), default=0) + 1
+    chart = _over_steps(study, "loss", "Training loss", "loss, nats", lambda run: thin(smooth(run.train)))
+    caption = (
+        f"Moving average over {window} steps, narrowing towards both ends; mean over seeds, one standard deviation."
+    )
+    return chart and _with_caption(chart, caption)
+
+
+def gaps(study: Study) -> Chart | None:
+    """Smoothed differences in bpb to one method."""
+    looks, panels, notes = styles(study.preset_of), [], []
+    for n in study.streams:
+        found = gap_reference(study, n)
+        if found is None:
+            continue
+        reference, reason = found
+        runs, marks = study.measured(reference, n), []
+        for label in study.labels_at(n):
+            series = gap(study.measured(label, n), runs) if label != reference else None
+            if series is not None:
+                marks.append(_line(label, looks[label], series))
+        if marks:
+            rule = Rule(reference, looks[reference], 0.0, method=reference)
+            axis = Axis(f"bpb minus bpb of {reference}", digits=4)
+            panels.append(Panel(f"N = {n}, gaps to {reference}", STEP, axis, tuple(marks), (rule,)))
+            notes.append(f"N = {n}: gaps to {reference}, {reason}.")
+    if not panels:
+        return None
+    window = 2 * max(half_window(len(run.val)) for run in study.runs) + 1
+    smoothed = f"Smoothed over {window} validations, narrowing towards both ends. " if window > 1 else ""
+    caption = f"{' '.join(notes)} Paired by seed; above 0 is worse. {smoothed}"
+    return Chart("gaps", "Gaps in validation bpb", tuple(panels), caption.strip())
+
+
+def pareto(study: Study, main: Table, metric: str = "bpb") -> Chart | None:
+    """bpb or CORE against added parameters, with the frontier."""
+    looks, panels = styles(study.preset_of), []
+    # Of CORE more is better.
+    sign = 1 if metric == "bpb" else -1
+    for n in study.streams:
+        rows = [
+            row for row in main.rows if row["streams"] == n and row[metric] is not None and row["added"] is not None
+        ]
+        points = [(row["added"], row[metric]) for row in rows if row["added"] > 0]
+        if not points:
+            continue
+        edge = [(x, sign * y) for x, y in frontier([(x, sign * y) for x, y in points])]
+        marks = [Mark("frontier", PLAIN, *_columns(edge), is_faint=True)] if len(edge) > 1 else []
+        rules = []
+        for row in rows:
+            look, label = looks[row["method"]], row["method"]
+            if row["added"] == 0:
+                rules.append(Rule(label, look, row[metric], method=label))
+                continue
+            spread = row[f"{metric}_sd"]
+            y_low, y_high = ((), ()) if spread is None else ((row[metric] - spread,), (row[metric] + spread,))
+            text = f"{row['seeds']} seed{'s' if row['seeds'] != 1 else ''}"
+            marks.append(
+                Mark(
+                    label,
+                    look,
+                    (row["added"],),
+                    (row[metric],),
+                    label,
+                    line=False,
+                    points=True,
+                    y_low=y_low,
+                    y_high=y_high,
+                    texts=(text,),
+                )
+            )
+        axis = Axis("added parameters", is_log=True)
+        panels.append(Panel(f"N = {n}", axis, Axis(_named(metric), digits=4), tuple(marks), tuple(rules)))
+    if not panels:
+        return None
+    better = "lower" if sign == 1 else "higher"
+    caption = (
+        f"Left and {better} is better; the dotted line joins the methods that no other beats in both. "
+        "Residual adds nothing and is the horizontal line. Bars: one standard deviation over seeds, which move all "
+        "methods alike: differences, paired by seed, are under Significance."
+    )
+    return Chart(f"pareto-{metric}", f"{_named(metric)} against added parameters", tuple(panels), caption)
+
+
+def cost(study: Study, table: Table | None) -> Chart | None:
+    """The time of a training step, as multiples of residual."""
+    if table is None:
+        return None
+    looks, panels = styles(study.preset_of), []
+    numbers = [row["streams"] for row in table.rows if row["ratio_median"] is not None and row["method"] in looks]
+    # Residual has one stream; it is the line at 1 in every panel.
+    for n in sorted({n for n in numbers if n > 1} or set(numbers)):
+        rows = [row for row in table.rows if row["streams"] == n and row["ratio_median"] is not None]
+        rows = [row for row in rows if row["method"] in looks]
+        marks = tuple(
+            Mark(
+                row["method"],
+                looks[row["method"]],
+                (row["ratio_median"],),
+                (float(-place),),
+                row["method"],
+                line=False,
+                points=True,
+                x_low=(row["ratio_low"] if row["ratio_low"] is not None else row["ratio_median"],),
+                x_high=(row["ratio_high"] if row["ratio_high"] is not None else row["ratio_median"],),
+            )
+            for place, row in enumerate(rows)
+        )
+        ticks = tuple((float(-place), row["method"]) for place, row in enumerate(rows))
+        rule = Rule("residual", looks.get(study.baseline or "", PLAIN), 1.0, is_vertical=True)
+        axis = Axis("time of a training step, residual = 1", digits=3)
+        panels.append(Panel(f"N = {n}", axis, Axis(ticks=ticks), marks, (rule,), _height(len(rows))))
+    caption = "Median of interleaved rounds; bars are the quartiles."
+    return Chart("cost", "Cost of a training step", tuple(panels), caption) if panels else None
+
+
+def forest(study: Study, comparisons: Sequence[Comparison]) -> Chart | None:
+    """Differences to a baseline with their intervals."""
+    rows = [one for one in comparisons if one.paired is not None]
+    if not rows:
+        return None
+    looks, panels, against = styles(study.preset_of), [], rows[0].against
+    for n in dict.fromkeys(one.streams for one in rows):
+        here, marks, ticks = [one for one in rows if one.streams == n], [], []
+        for place, one in enumerate(here):
+            look, y = looks[one.label], float(-place)
+            ticks.append((y, one.label))
+            seeds = tuple(one.differences.values())
+            if len(seeds) > 1:
+                texts = tuple(f"seed {seed}" for seed in one.differences)
+                marks.append(
+                    Mark(
+                        one.label,
+                        look,
+                        seeds,
+                        (y - 0.25,) * len(seeds),
+                        one.label,
+                        False,
+                        True,
+                        texts=texts,
+                        is_faint=True,
+                    )
+                )
+            assert one.paired is not None
+            bars = {} if one.paired.low is None else {"x_low": (one.paired.low,), "x_high": (one.paired.high,)}
+            text = f"{one.verdict}, {one.paired.pairs} pair{'s' if one.paired.pairs != 1 else ''}"
+            marks.append(Mark(one.label, look, (one.paired.mean,), (y,), one.label, False, True, texts=(text,), **bars))
+        rule = Rule(against, looks[against], 0.0, is_vertical=True)
+        x = Axis(f"bpb minus bpb of {against}", digits=4)
+        panels.append(
+            Panel(f"N = {n}, against {against}", x, Axis(ticks=tuple(ticks)), tuple(marks), (rule,), _height(len(here)))
+        )
+    caption = (
+        "Mean paired difference with its 95% interval, not corrected; faint: each seed. Left of the line is better."
+    )
+    return Chart(f"forest-{file_name(against)}", f"Differences to {against}", tuple(panels), caption)
+
+
+def _over_steps(study: Study, name: str, title: str, label: str, curve: Callable[[Run], Curve]) -> Chart | None:
+    looks, panels = styles(study.preset_of), []
+    for n in study.streams:
+        marks = []
+        for method in study.labels_at(n):
+            series = average([curve(run) for run in study.measured(method, n).values()])
+            if series is not None:
+                marks.append(_line(method, looks[method], series))
+        if marks:
+            panels.append(Panel(f"N = {n}", STEP, Axis(label, digits=4), tuple(marks)))
+    return Chart(name, title, tuple(panels)) if panels else None
+
+
+def _line(label: str, look: Style, series: Series) -> Mark:
+    text = f"{series.seeds} seed{'s' if series.seeds != 1 else ''}"
+    return Mark(
+        label,
+        look,
+        series.steps,
+        series.means,
+        label,
+        points=len(series.steps) <= 30,
+        low=series.low,
+        high=series.high,
+        texts=(text,) * len(series.steps),
+    )
+
+
+def _with_caption(chart: Chart, caption: str) -> Chart:
+    return Chart(chart.name, chart.title, chart.panels, caption)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return tuple(x for x, _ in points), tuple(y for _, y in points)
+
+
+def _named(metric: str) -> str:
+    return {"bpb": "Validation bpb", "core": "CORE"}[metric]
+
+
+def _height(rows: int) -> int:
+    return 130 + 30 * rows

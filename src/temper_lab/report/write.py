@@ -1,0 +1,76 @@
+"""Writes the page of a study, its figures and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from temper_lab.checkpoint.files import write_whole
+from temper_lab.progress import Bar
+from temper_lab.report import draw, tabs
+from temper_lab.report.compute import Content, compute
+from temper_lab.report.formats import as_csv, as_latex
+from temper_lab.report.page import Tab, page
+
+# Charts that not every study has: those of an earlier report are removed.
+SOMETIMES = ("curves", "gaps", "loss", "pareto-*", "parameters", "sweep-*", "cost", "forest-*")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    page: Path
+    figures: tuple[Path, ...]
+    tables: tuple[Path, ...]
+    content: Content
+
+
+def write_report(results: Mapping[str, Any], out: Path, extra_tabs: Sequence[Tab] = ()) -> Report:
+    """`report.html`, `figures/` and `tables/` in a folder, from the content of a results.json alone.
+
+    Args:
+        extra_tabs: shown before the last.
+    """
+    content = compute(results)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; expected a folder for the report")
+    html = page(
+        f"{content.study.name}: hyper-connections compared",
+        [*(tab(content) for tab in tabs.TABS), *extra_tabs, tabs.about(content)],
+    )
+    for name in ("figures", "tables"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    figures = _figures(content, out / "figures")
+    written = _tables(content, out / "tables")
+    # The page last: when it is there, so is the rest.
+    write_whole(out / "report.html", html)
+    return Report(out / "report.html", tuple(figures), tuple(written), content)
+
+
+def _figures(content: Content, folder: Path) -> list[Path]:
+    written: list[Path] = []
+    with Bar("figures", len(content.charts)) as bar:
+        for done, chart in enumerate(content.charts.values()):
+            bar.update(done, chart.name)
+            written += draw.draw(chart, folder)
+    stale = {path for name in SOMETIMES for suffix in draw.SUFFIXES for path in folder.glob(f"{name}{suffix}")}
+    for path in stale - set(written):
+        path.unlink()
+    return written
+
+
+def _tables(content: Content, folder: Path) -> list[Path]:
+    written = []
+    for table in content.tables.values():
+        texts = {".csv": as_csv(table)} | ({".tex": as_latex(table)} if table.columns else {})
+        for suffix, text in texts.items():
+            path = folder / f"{table.name}{suffix}"
+            write_whole(path, text)
+            written.append(path)
+    for path in (folder / f"{name}{suffix}" for name in ("cost", "core") for suffix in (".csv", ".tex")):
+        if path not in written:
+            path.unlink(missing_ok=True)
+    return written

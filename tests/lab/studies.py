@@ -1,0 +1,118 @@
+"""The content of a results.json, made up: nothing was trained."""
+
+import random
+
+import temper
+from temper_lab import recipe as recipes
+
+MODEL = {"depth": 3, "vocab_size": 2048, "context": 256, "head_dim": 64}
+STEPS, VAL_EVERY = 120, 15
+WIDTH, SITES = 192, 6
+
+
+def run_entry(method="temper-cp", streams=4, seed=0, *, bpb=2.0, status="finished", reason=None, core=None, **options):
+    """One run; its curves come down to `bpb` with some noise of its own."""
+    label = "".join([method, *(f"-{key}{value}" for key, value in options.items())])
+    asked = ":".join([method, ",".join(f"{key}={value}" for key, value in options.items())]).rstrip(":")
+    streams = 1 if method == "residual" else streams
+    rng = random.Random(f"{label} {streams} {seed}")
+    config = temper.preset(method, num_streams=streams, dim=WIDTH, **options)
+    counts = [SITES * temper.count_parameters(config, include_frozen=frozen) for frozen in (False, True)]
+    is_finished = status == "finished"
+    steps = list(range(1, STEPS + 1)) if is_finished else []
+    loss = [2.1 * bpb + 3 * 0.96**step + rng.gauss(0, 0.05) for step in steps]
+    val_steps = list(range(VAL_EVERY, STEPS + 1, VAL_EVERY)) if is_finished else []
+    val = [bpb + 0.9 * (1 - step / STEPS) ** 2 + rng.gauss(0, 0.002) for step in val_steps[:-1]] + [bpb] * is_finished
+    final = {"train_loss": sum(loss[-12:]) / 12, "val_loss": 2.3 * bpb, "bpb": bpb} if is_finished else None
+    return {
+        "key": f"{label}-n{streams}-s{seed}",
+        "method": asked,
+        "preset": method,
+        "options": options,
+        "label": label,
+        "streams": streams,
+        "seed": seed,
+        "status": status,
+        "reason": reason,
+        "parameters": {"total": 2_113_536 + counts[1], "added": counts[0], "frozen": counts[1] - counts[0]},
+        "flops_per_token": None,
+        "step": len(steps),
+        "steps": STEPS,
+        "tokens": 4096 * len(steps),
+        "train": {"step": steps, "loss": loss},
+        "val": {"step": val_steps, "bpb": val, "loss": [2.3 * value for value in val]},
+        "final": final,
+        "core": None
+        if core is None
+        else {"CORE": core, "tasks": {"copa": core + 0.1, "piqa": {"centered": core - 0.1}}},
+        "timing": {"step_seconds": 0.81, "tokens_per_second": 5056.8, "seconds": 97.2} if is_finished else None,
+    }
+
+
+def results(runs, *, cost=None, **changes):
+    """A study of these runs."""
+    recipe = recipes.load("cpu-smoke").to_dict()
+    recipe["model"] |= MODEL
+    recipe["train"] |= {"steps": STEPS, "batch_tokens": 4096}
+    return {
+        "format": "temper-results-1",
+        "study": "made-up",
+        "command": "temper compare --recipe made-up --out made-up",
+        "commit": "0123abcd+changes",
+        "versions": {"temper": temper.__version__, "torch": "2.13.0", "python": "3.11.7"},
+        "machine": {"cpu": "a made-up CPU", "cores": 2, "memory_gb": 24, "system": "Linux"},
+        "recipe": recipe,
+        "methods": list(dict.fromkeys(run["method"] for run in runs)),
+        "streams": sorted({run["streams"] for run in runs if run["preset"] != "residual"}),
+        "seeds": sorted({run["seed"] for run in runs}),
+        "runs": runs,
+        "cost": cost,
+        **changes,
+    }
+
+
+# How much better than residual each method is made to be, and how much seeds differ from one another.
+EFFECTS = {
+    "residual": 0.0,
+    "mhc": -0.007,
+    "kromhc": -0.006,
+    "temper-cp": -0.005,
+    "temper-tucker": -0.008,
+    "temper-tt": 0.004,
+    "temper-slim": -0.0002,
+}
+
+
+def full_study(seeds=3, noise=0.001):
+    """Two N, three seeds, ranks, CORE, a cost, and runs that failed, were skipped or are waiting."""
+    rng = random.Random(0)
+    runs, numbers = [], {4: seeds, 8: max(1, seeds - 1)}
+    level = [2.07 + rng.gauss(0, 0.01) for _ in range(seeds)]
+    for method, effect in EFFECTS.items():
+        for n, count in numbers.items() if method != "residual" else [(1, seeds)]:
+            for seed in range(count):
+                bpb = level[seed] + effect * (1.3 if n == 8 else 1) + rng.gauss(0, noise)
+                runs.append(run_entry(method, n, seed, bpb=bpb, core=0.18 - 2 * effect + rng.gauss(0, 0.002)))
+    for rank in (4, 8, 16):
+        for seed in range(seeds):
+            runs.append(run_entry("temper-cp", 4, seed, bpb=level[seed] - 0.005 + rng.gauss(0, noise), rank=rank))
+    runs.append(run_entry("mhc-lite", 4, 0, status="failed", reason="loss is not finite at step 12"))
+    skipped = run_entry("mhc-lite", 4, 0, status="skipped", reason="mhc-lite at N = 8 would add 371,863,182 parameters")
+    runs.append(skipped | {"key": "mhc-lite-n8-s0", "streams": 8, "parameters": {"total": None, "added": 371_863_182}})
+    runs.append(run_entry("hc", 4, 0, status="waiting"))
+    rows = [
+        {"method": method, "streams": n, "step_ms": _spread(400 * ratio), "ratio": _spread(ratio)}
+        for n in (4, 8)
+        for method, ratio in (("mhc", 1.3 + n / 40), ("temper-cp", 1.1), ("temper-cp:rank=8", 1.15), ("kromhc", 1.2))
+    ]
+    cost = {"setting": {"rounds": 7, "threads": 1}, "rows": [_residual_cost(), *rows]}
+    return results(runs, cost=cost)
+
+
+def _residual_cost():
+    one = {"median": 1.0, "low": 1.0, "high": 1.0}
+    return {"method": "residual", "streams": 1, "step_ms": _spread(400.0), "ratio": one}
+
+
+def _spread(value):
+    return {"median": value, "low": 0.98 * value, "high": 1.03 * value}

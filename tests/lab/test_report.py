@@ -1,0 +1,416 @@
+"""`temper report`: everything from results.json alone, in every form, whatever is in it."""
+
+import csv
+import json
+import math
+import re
+import statistics as standard
+from html.parser import HTMLParser
+
+import plotly.graph_objects
+import pytest
+from studies import EFFECTS, SITES, WIDTH, full_study, results, run_entry
+
+import temper
+from temper_lab.cli import main
+from temper_lab.report import Study, Tab, draw, interactive, page, styles, write_report
+from temper_lab.report.compute import compute
+from temper_lab.report.counts import paper
+from temper_lab.report.formats import latex
+from temper_lab.report.series import average, frontier, gap_reference, smooth, thin
+
+# Between them they have everything that a chart can have: bands, bars, rules, rows, logarithms.
+DRAWN = ("curves", "pareto-bpb", "parameters", "forest-residual")
+SCRIPT = "</script><script>alert(1)</script>"
+
+
+def drawing(*names):
+    """Draws these charts only: drawing is most of the work of a report."""
+    return lambda chart, folder, real=draw.draw: real(chart, folder) if chart.name in names else []
+
+
+@pytest.fixture
+def few_figures(monkeypatch):
+    monkeypatch.setattr(draw, "draw", drawing("curves"))
+
+
+@pytest.fixture(scope="module")
+def raw():
+    return full_study(noise=0.0003)
+
+
+@pytest.fixture(scope="module")
+def written(raw, tmp_path_factory):
+    """A folder with a results.json and nothing else, and what `temper report` made of it."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "results.json").write_text(json.dumps(raw))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draw, "draw", drawing(*DRAWN))
+        return folder, write_report(json.loads((folder / "results.json").read_text()), folder)
+
+
+@pytest.fixture
+def only_words(monkeypatch):
+    """No figures and no plotly: only what a page says matters."""
+    monkeypatch.setattr(draw, "draw", lambda chart, folder: [])
+    monkeypatch.setattr(interactive, "script", lambda: "")
+
+
+class Page(HTMLParser):
+    """The cells of tables, the tags that are open at the end, and what a browser would load."""
+
+    VOID = ("meta", "link", "br", "img", "input", "hr")
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.loads, self.tables, self.tags = [], [], {}, []
+        self._table = self._cell = None
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.tags.append((tag, values))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.loads += [values[key] for key in ("src", "href") if values.get(key) and tag != "a"]
+        if tag == "table":
+            self._table = self.tables[values["data-table"]] = []
+        elif tag == "tr" and self._table is not None:
+            self._table.append([])
+        elif tag in ("td", "th") and self._table is not None:
+            self._cell = ""
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        if tag in ("td", "th") and self._cell is not None:
+            self._table[-1].append(self._cell)
+            self._cell = None
+        elif tag == "table":
+            self._table = None
+
+    def handle_data(self, data):
+        if self._cell is not None:
+            self._cell += data
+
+
+def numbers_of(raw, label, streams, name):
+    """The final numbers of a method, straight from the file."""
+    runs = [run for run in raw["runs"] if run["label"] == label and run["status"] == "finished"]
+    return [run["final"][name] for run in runs if run["preset"] == "residual" or run["streams"] == streams]
+
+
+def shown(values, digits=4):
+    text = f"{standard.fmean(values):.{digits}f}"
+    return text + (f" ± {standard.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def test_every_number_of_the_main_table_is_in_the_data(raw, written):
+    header, *rows = Page(written[1].page.read_text()).tables["main"]
+    assert len(rows) == sum(2 if method in EFFECTS else 1 for method in {run["label"] for run in raw["runs"]}) + 1
+    seen = 0
+    for cells in (dict(zip(header, row, strict=True)) for row in rows):
+        label, streams = cells["method"], int(cells["N"])
+        losses = numbers_of(raw, label, streams, "train_loss")
+        assert cells["train loss"] == (shown(losses) if losses else "–")  # noqa: RUF001
+        bpbs = numbers_of(raw, label, streams, "bpb")
+        assert cells["bpb"] == (shown(bpbs) if bpbs else "–")  # noqa: RUF001
+        run = next(r for r in raw["runs"] if r["label"] == label and (r["streams"] == streams or label == "residual"))
+        assert cells["seeds"] == (str(len(bpbs)) if bpbs else run["status"])
+        assert int(cells["added parameters"].replace(",", "")) == run["parameters"]["added"]
+        config = temper.preset(run["preset"], num_streams=streams, dim=768, **run["options"])
+        assert int(cells["paper: added"].replace(",", "")) == 24 * temper.count_parameters(config)
+        theirs = paper()["table"][str(streams)].get(label)
+        if theirs and theirs["bpb"]:
+            seen += 1
+            assert [cells[f"paper: {name}"] for name in ("loss", "bpb", "CORE")] == [
+                f"{theirs[name]:.3f}" for name in ("loss", "bpb", "core")
+            ]
+    assert seen == 11
+
+
+def test_the_papers_numbers_agree_with_the_library():
+    for n, methods in paper()["table"].items():
+        for name, row in methods.items():
+            config = temper.preset(name, num_streams=int(n), dim=paper()["dim"])
+            count = paper()["sites"] * temper.count_parameters(config)
+            # mhc-lite is printed rounded down.
+            assert row["thousands"] in (round(count / 1000), count // 1000)
+
+
+def test_csv_gives_back_the_same_numbers(written):
+    content = written[1].content
+    for name, table in content.tables.items():
+        with open(written[0] / "tables" / f"{name}.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == len(table.rows) > 0
+        for read, row in zip(rows, table.rows, strict=True):
+            for key, value in row.items():
+                kind = str if value is None else type(value)
+                assert kind(read[key]) == ("" if value is None else value), (name, key)
+
+
+def test_latex_is_balanced_and_escaped(written):
+    paths = list((written[0] / "tables").glob("*.tex"))
+    assert {path.stem for path in paths} == {"main", "significance", "cost", "core", "runs"}
+    for path in paths:
+        # A backslash pair ends a row; after it and escaped characters are gone, only structure is left.
+        text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("%"))
+        bare = re.sub(r"\\[{}$&#_%\\]", "", text.replace("\\\\", ""))
+        assert bare.count("{") == bare.count("}")
+        assert re.findall(r"\\begin{(\w+)}", text) == list(reversed(re.findall(r"\\end{(\w+)}", text)))
+        assert bare.count("$") % 2 == 0
+        assert not re.search(r"[_%#]", bare)
+        columns = len(re.search(r"{tabular}{([lr]+)}", text)[1])
+        rows = [line for line in text.splitlines() if line.endswith(r"\\")]
+        assert all(len(re.findall(r"(?<!\\)&", line)) == columns - 1 for line in rows)
+        assert all(ord(character) < 128 for character in text), path
+    assert latex("a_b 5% {x}\\ #1 & $2") == r"a\_b 5\% \{x\}\textbackslash{} \#1 \& \$2"
+
+
+def test_figures_are_there_as_png_and_svg(written):
+    names = {"curves", "gaps", "loss", "pareto-bpb", "pareto-core", "parameters", "cost", "sweep-streams"}
+    names |= {"forest-residual", "forest-mhc", "sweep-temper-cp-rank-n4"}
+    assert set(written[1].content.charts) == names
+    for suffix, beginning in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        files = {path.stem: path for path in (written[0] / "figures").glob(f"*{suffix}")}
+        assert set(files) == set(DRAWN)
+        assert all(path.read_bytes().startswith(beginning) for path in files.values())
+    assert "temper-tucker" in (written[0] / "figures" / "curves.svg").read_text()
+
+
+def test_the_page_is_well_formed_and_loads_nothing(written):
+    html = written[1].page.read_text()
+    found = Page(html)
+    assert found.open == []
+    assert [load for load in found.loads if not load.startswith("data:")] == []
+    css = "".join(re.findall(r"<style>(.*?)</style>", html, re.DOTALL))
+    assert not re.search(r"url\(|@import", css)
+    assert html.count("plotly.js v") == 1
+    tabs = [values["data-tab"] for tag, values in found.tags if values.get("role") == "tab"]
+    assert tabs == ["overview", "curves", "parameters", "cost", "significance", "about"]
+    for word in (
+        "loss is not finite at step 12",
+        "0123abcd+changes",
+        "a made-up CPU",
+        "temper compare --recipe made-up",
+    ):
+        assert word in html
+    assert "not comparable" in html
+
+
+def test_plotly_accepts_every_chart(written):
+    for chart in written[1].content.charts.values():
+        for panel in chart.panels:
+            # It raises for a property or a value that plotly does not have.
+            plotly.graph_objects.Figure(interactive.figure(panel))
+
+
+def test_charts_show_the_data(raw, written):
+    charts = written[1].content.charts
+    curve = next(mark for mark in charts["curves"].panels[0].marks if mark.name == "mhc")
+    runs = [run for run in raw["runs"] if run["label"] == "mhc" and run["streams"] == 4]
+    columns = list(zip(*(run["val"]["bpb"] for run in runs), strict=True))
+    assert curve.y == pytest.approx([standard.fmean(column) for column in columns])
+    assert curve.high == pytest.approx([standard.fmean(column) + standard.stdev(column) for column in columns])
+    gap = next(mark for mark in charts["gaps"].panels[0].marks if mark.name == "mhc")
+    others = [run for run in raw["runs"] if run["label"] == "temper-tucker" and run["streams"] == 4]
+    last = [run["final"]["bpb"] - other["final"]["bpb"] for run, other in zip(runs, others, strict=True)]
+    # The end of a smoothed curve is not smoothed: it is the difference of the table.
+    assert gap.y[-1] == pytest.approx(standard.fmean(last))
+    counted = {mark.name: mark for mark in charts["parameters"].panels[0].marks if mark.line}
+    assert {*temper.PRESETS} - {"residual"} <= set(counted)
+    config = temper.preset("temper-tt", num_streams=8, dim=WIDTH)
+    assert dict(zip(counted["temper-tt"].x, counted["temper-tt"].y, strict=True))[8] == SITES * temper.count_parameters(
+        config
+    )
+    marked = {mark.name for mark in charts["parameters"].panels[0].marks if mark.points}
+    assert marked == {
+        label for label in (run["label"] for run in raw["runs"]) if label not in ("residual", "hc", "mhc-lite")
+    }
+    sweep = charts["sweep-temper-cp-rank-n4"].panels
+    assert sweep[0].marks[0].x == (2, 4, 8, 16)
+    assert charts["cost"].panels[0].marks[2].name == "temper-cp-rank8"
+
+
+def test_statements_are_computed(written):
+    content = written[1].content
+    text = "\n".join(content.lines)
+    row = next(
+        row for row in content.tables["significance"].rows if (row["method"], row["against"]) == ("temper-cp", "mhc")
+    )
+    assert f"temper-cp adds 10.4% of mhc's parameters; its bpb differs by {row['difference']:+.4f}" in text
+    assert "temper-tucker has the lowest mean of 10 methods" in text
+    assert "in the paper (6,000 steps) temper-tucker < kromhc = temper-cp < residual < mhc" in text
+
+
+def test_one_look_per_method():
+    looks = styles.styles(
+        {name: name for name in temper.PRESETS} | {f"mhc-x{i}": "mhc" for i in range(4)} | {"new": "new"}
+    )
+    assert set(temper.PRESETS) <= set(styles.STYLES)
+    assert len({look.color for look in looks.values()}) == len(looks)
+    assert len(set(looks.values())) == len(looks)
+    for look in looks.values():
+        assert look.dash in styles.DASHES
+        assert look.marker in styles.MARKERS
+        # Both on a white and on a dark card a line has to be seen.
+        parts = [int(look.color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        light = sum(
+            w * (p / 12.92 if p < 0.04 else ((p + 0.055) / 1.055) ** 2.4)
+            for w, p in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+        )
+        assert min(1.05 / (light + 0.05), (light + 0.05) / 0.064) > 2.0, look
+
+
+def test_series():
+    curve = tuple((step, float(step**2)) for step in range(10))
+    smoothed = smooth(curve)
+    assert (smoothed[0], smoothed[-1]) == (curve[0], curve[-1])
+    assert smoothed[5] == (5, pytest.approx((16 + 25 + 36) / 3))
+    assert smooth(curve[:5]) == curve[:5]
+    long = tuple((step, 0.0) for step in range(5000))
+    assert len(thin(long)) == 400
+    assert (thin(long)[0], thin(long)[-1]) == (long[0], long[-1])
+    series = average([((1, 1.0), (2, 2.0)), ((2, 4.0), (3, 9.0))])
+    assert (series.steps, series.means) == ((2,), (3.0,))
+    assert average([]) is None
+    points = [(1, 5.0), (2, 4.0), (3, 4.5), (4, 4.0), (5, 1.0)]
+    assert frontier(points) == [(1, 5.0), (2, 4.0), (5, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        (["residual", "temper-tucker", "mhc"], "temper-tucker"),
+        (["residual", "temper-tt", "temper-cp", "mhc"], "temper-cp"),
+        (["residual", "mhc", "kromhc"], "kromhc"),
+    ],
+)
+def test_gaps_are_taken_to_tucker_or_the_next_best(methods, expected):
+    study = Study.of(results([run_entry(method, bpb=2.0 - place / 10) for place, method in enumerate(methods)]))
+    assert gap_reference(study, 4)[0] == expected
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_hostile_names_stay_text(tmp_path):
+    entry = run_entry("mhc", reason=SCRIPT, status="failed") | {"label": f"m{SCRIPT}<b>$x$_%"}
+    other = run_entry("hc") | {"label": f"_h{SCRIPT}%{{x}}", "key": SCRIPT}
+    plain = run_entry("residual") | {"label": f"../../up{SCRIPT}"}
+    raw = results([entry, other, plain], study=f"s{SCRIPT}", commit=SCRIPT, command=SCRIPT)
+    raw["recipe"]["data"]["corpus"] = SCRIPT
+    done = write_report(raw, tmp_path)
+    html = done.page.read_text()
+    assert "<script>alert(1)" not in html
+    found = Page(html)
+    assert found.open == []
+    # Charts are JSON inside script elements; all of them parse.
+    charts = re.findall(r'<script type="application/json">(.*?)</script>', html, re.DOTALL)
+    assert charts
+    assert all(json.loads(chart) for chart in charts)
+    assert any(SCRIPT in cell for row in found.tables["main"] for cell in row)
+    assert "forest-.._.._up" in "".join(done.content.charts)
+    assert all(re.fullmatch(r"[\w.-]+", name) for name in done.content.charts)
+
+
+def entries(**changes):
+    return results([run_entry("residual"), run_entry("temper-cp", bpb=1.9)], **changes)
+
+
+def variants():
+    broken = run_entry("mhc", bpb=math.nan)
+    broken["val"]["bpb"][2] = None
+    broken["train"]["loss"][5] = math.inf
+    yield "one-method", results([run_entry("temper-cp")]), "temper-cp is the only method"
+    yield "no-residual", results([run_entry("mhc"), run_entry("temper-cp")]), "nothing is compared with residual"
+    yield "only-residual", results([run_entry("residual")]), "residual is the only method"
+    yield "nan", results([run_entry("residual"), broken]), "finished without a finite bpb"
+    yield "nothing-finished", results([run_entry("mhc", status="waiting")]), "nothing to compare"
+    yield "no-runs", results([]), "nothing to compare"
+    yield "no-cost", entries(), "was not measured"
+    yield "no-recipe", entries(recipe=None), "does not say the size of the model"
+    yield "one-seed", entries(), "no statement (one seed)"
+
+
+@pytest.mark.parametrize(("raw", "sentence"), [case[1:] for case in variants()], ids=[case[0] for case in variants()])
+@pytest.mark.usefixtures("only_words")
+def test_whatever_a_study_has_there_is_a_page(raw, sentence, tmp_path):
+    done = write_report(json.loads(json.dumps(raw)), tmp_path)
+    html = done.page.read_text()
+    assert Page(html).open == []
+    assert sentence in html
+    json.dumps(done.content.to_dict(), allow_nan=False)
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_the_command(tmp_path, capsys):
+    raw = entries()
+    (tmp_path / "study").mkdir()
+    file = tmp_path / "study" / "results.json"
+    file.write_text(json.dumps(raw))
+    old = tmp_path / "new" / "figures" / "cost.png"
+    old.parent.mkdir(parents=True)
+    old.write_text("of an earlier report")
+    mine = old.with_name("mine.png")
+    mine.write_text("not ours")
+    assert main(["report", str(file), "--out", str(tmp_path / "new")]) == 0
+    out = capsys.readouterr().out
+    for text in ("temper-cp", "1.9000", "12,018", str(tmp_path / "new" / "report.html"), "not comparable"):
+        assert text in out
+    assert [path.name for path in (tmp_path / "study").iterdir()] == ["results.json"]
+    assert (mine.exists(), old.exists()) == (True, False)
+    assert not [path for path in (tmp_path / "new").rglob("*") if path.name.startswith(".")]
+
+
+@pytest.mark.usefixtures("only_words")
+def test_json(tmp_path, capsys):
+    (tmp_path / "results.json").write_text(json.dumps(entries()))
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == compute(entries()).to_dict()
+    assert printed["tables"]["main"][1]["bpb"] == 1.9
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no results.json in"),
+        ("{", "is not JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"format": "temper-run-1"}', "have format 'temper-run-1', expected 'temper-results-1'"),
+        ('{"format": "temper-results-1"}', "no list of runs"),
+        ('{"format": "temper-results-1", "runs": [{"key": "a"}]}', "run 0 (a) in the results: a run lacks preset"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(content, message, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_bad_input(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "there is no" in capsys.readouterr().err
+    (tmp_path / "results.json").write_text(json.dumps(entries()))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "results.json")]) == 1
+    assert "is a file; expected a folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="several runs with the key"):
+        Study.of(results([run_entry(), run_entry()]))
+
+
+@pytest.mark.usefixtures("only_words")
+def test_extra_tabs_and_what_a_page_refuses(tmp_path):
+    extra = Tab("explorer", "A & B", "<p>here</p>", css=".e{color:red}", js='const end = "</script>";')
+    html = write_report(entries(), tmp_path, [extra]).page.read_text()
+    found = Page(html)
+    assert found.open == []
+    assert [values["data-tab"] for _, values in found.tags if values.get("role") == "tab"][-2:] == ["explorer", "about"]
+    assert '"<\\/script>"' in html
+    for tabs in ([], [Tab("A b", "", "")], [Tab("a", "", ""), Tab("a", "", "")]):
+        with pytest.raises(ValueError, match="tab"):
+            page("title", tabs)
