@@ -68,6 +68,8 @@ class TrainSettings:
         rows: at most so many rows of `model.context` tokens in one forward pass of one process; gradients of several
             passes are accumulated.
         seed: of the weights, the order of the data and the samples.
+        start: a model folder, or a run, whose weights are the first ones, such as those of `temper upcycle`; empty for
+            random ones.
         val_every: steps between validations; 0 for one at the end.
         val_batches: how many batches of `rows` rows a validation reads, always the same.
         save_every: steps between checkpoints; 0 for one at the end.
@@ -89,6 +91,7 @@ class TrainSettings:
     batch_tokens: int
     rows: int
     seed: int = 0
+    start: str = ""
     val_every: int = 0
     val_batches: int = 8
     save_every: int = 0

@@ -14,6 +14,7 @@ from temper_lab import run as runs
 from temper_lab.data import Corpus, open_corpus
 from temper_lab.distributed import World, session
 from temper_lab.interrupt import StopWish
+from temper_lab.load import load
 from temper_lab.memory import keep_freed_memory
 from temper_lab.model import GPT
 from temper_lab.progress import waiting
@@ -38,6 +39,8 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
         corpus = _corpus(recipe)
         if recipe.tokenizer.path:
             Tokenizer.load(recipe.tokenizer.path)
+        if recipe.train.start and not resume:
+            _check_start(recipe)
 
         def claim() -> None:
             folder.begin(resume=resume)
@@ -77,6 +80,21 @@ def _corpus(recipe: Recipe) -> Corpus:
     if "climbmix" in data.corpus and not Path(data.corpus).exists():
         raise ValueError(f"{data.corpus} is not there: temper data download --shards K --folder {data.corpus}")
     return open_corpus(data.corpus, val_fraction=data.val_fraction, max_chars=data.max_chars or None)
+
+
+def _check_start(recipe: Recipe) -> None:
+    start = recipe.train.start
+    model, tokenizer = load(start)
+    given = recipe.model.with_(vocab_size=tokenizer.vocab_size).to_dict()
+    differing = [
+        f"{name} is {value!r} there, {given[name]!r} here"
+        for name, value in model.config.to_dict().items()
+        if given[name] != value
+    ]
+    if differing:
+        raise ValueError(f"train.start {start} holds another model than the recipe: {'; '.join(differing)}")
+    if not recipe.tokenizer.path or Tokenizer.load(recipe.tokenizer.path).fingerprint != tokenizer.fingerprint:
+        raise ValueError(f"train.start {start} was trained with a tokenizer of its own: --tokenizer.path {start}")
 
 
 def _refuse_changes(folder: RunFolder, recipe: Recipe) -> None:

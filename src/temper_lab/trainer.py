@@ -18,6 +18,7 @@ from temper_lab.data import Corpus, Loader, validation_batches
 from temper_lab.distributed import Spread, World, precision
 from temper_lab.eval import bits_per_byte
 from temper_lab.interrupt import StopWish
+from temper_lab.load import load
 from temper_lab.metrics import Lines, TensorBoard
 from temper_lab.model import GPT
 from temper_lab.optim import Optimizers
@@ -291,6 +292,9 @@ class Trainer:
         if found is None:
             if skipped:
                 self.say("no complete checkpoint is left; starting from the beginning")
+            if start := self.recipe.train.start:
+                self.spread.load_state_dict(load(start)[0].state_dict())
+                self.say(f"starting with the weights of {start}")
             return
         state = found.state
         try:

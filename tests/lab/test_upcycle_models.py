@@ -213,6 +213,29 @@ def test_our_folder_lives_as_any_other(plain_folder, corpus_folder, tmp_path, ca
     assert main(["export", "--model", str(out), "--out", str(tmp_path / "hf")]) == 0
 
 
+def test_training_goes_on_where_the_model_was(plain_folder, corpus_folder, tmp_path, capsys):
+    grown = tmp_path / "n4"
+    run("--model", plain_folder, "--streams", 4, "--out", grown)
+    first = {}
+    for name, start in (("plain", plain_folder), ("grown", grown), ("anew", None)):
+        out = tmp_path / name
+        words = ["--recipe", "cpu-smoke", "--out", out, "--data.corpus", corpus_folder, "--train.threads", 1]
+        words += ["--train.steps", 2, "--train.batch-tokens", 96, "--train.rows", 2, "--train.sample-tokens", 0]
+        small = ["--model.depth", 2, "--model.head-dim", 32, "--model.context", 48, "--tokenizer.path", plain_folder]
+        assert main(["train", *map(str, words + (small if start is None else ["--train.start", start]))]) == 0
+        first[name] = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert first["grown"] == pytest.approx(first["plain"], abs=1e-5)
+    assert abs(first["anew"] - first["plain"]) > 1e-3
+    assert load_ours(tmp_path / "grown")[0].num_streams == 4
+    # What it started from may be gone by the time it goes on.
+    assert main(["train", "--out", str(tmp_path / "grown"), "--resume"]) == 0
+    capsys.readouterr()
+    words = ["--recipe", "cpu-smoke", "--out", tmp_path / "other", "--data.corpus", corpus_folder]
+    assert main(["train", *map(str, [*words, "--train.start", grown, "--model.num-streams", 2])]) == 1
+    assert "num_streams is 4 there, 2 here" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_nanochat_folder_becomes_ours(plain_folder, llama_folder, tmp_path, capsys):
     model, tokenizer = load_ours(plain_folder)
     nano, out = tmp_path / "nano", tmp_path / "n3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,10 @@ A recipe decides everything, and every field of it is an option:
     temper train --recipe cpu-smoke --out runs/smoke
     temper train --recipe cpu-small --out runs/cp --model.preset temper-cp --train.steps 50
     temper train --recipe my-recipe.toml --out runs/mine --train.tensorboard
+
+With the weights of another run or model folder, whose model and tokenizer it then has:
+
+    temper train --recipe cpu-small --out runs/more --train.start models/plain-n4
 
 Ctrl-C saves a checkpoint. Continue from the newest one, bit for bit; the run knows its recipe:
 
@@ -58,6 +63,8 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         raise ValueError(f"{out or '--out'} holds no run to resume (no run.json)")
     else:
         raise ValueError(f"--recipe is missing; expected a TOML file or one of {', '.join(recipes.names())}")
+    if (start := _value(words, "train.start")) and not is_resumed:
+        base = _started(base, start)
 
     def command(
         settings: Annotated[Recipe, tyro.conf.arg(name="")] = base,
@@ -84,6 +91,18 @@ def train(recipe: Recipe, out: Path | None, *, resume: bool, dry_run: bool, reci
     from temper_lab.train import train as run
 
     return run(recipe, out, resume=resume, recipe_name=recipe_name)
+
+
+def _started(recipe: Recipe, start: str) -> Recipe:
+    """The recipe with the model and the tokenizer that the first weights belong to."""
+    from temper_lab.load import load
+
+    model, _ = load(start)
+    # As many tokens a step as the recipe has, in rows of the model's own length.
+    portion = model.config.context * max(recipe.data.shares, 1)
+    tokens = max(1, round(recipe.train.batch_tokens / portion)) * portion
+    train, tokenizer = replace(recipe.train, batch_tokens=tokens), replace(recipe.tokenizer, path=start)
+    return replace(recipe, model=model.config, train=train, tokenizer=tokenizer)
 
 
 def _of_run(folder: RunFolder) -> tuple[Recipe, str]:
