@@ -162,3 +162,33 @@ def test_the_table_and_an_empty_batch():
 def test_a_model_without_sites():
     with pytest.raises(ValueError, match="no HyperConnection"), temper.observe(nn.Linear(2, 2)):
         pass
+
+
+@pytest.mark.parametrize("name", ["mhc", "hc", "residual"])
+def test_token_by_token(name):
+    model = Stack(name).double()
+    inputs = torch.randn(2, 5, 6, dtype=torch.float64), torch.randn(1, 3, 6, dtype=torch.float64)
+    with torch.no_grad(), temper.observe(model, per_token=True) as observation:
+        for x in inputs:
+            model(x)
+    with torch.no_grad():
+        by_hand = [each for x in inputs for each in seen_by_hand(model, x)]
+    product = torch.eye(model.num_streams, dtype=torch.float64)
+    for index, (report, (streams, routing)) in enumerate(zip(observation.tokens, by_hand, strict=True)):
+        assert report.name == f"sites.{index % 3}"
+        for mine, other in zip(report.routing, routing, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+        product = routing.res if index % 3 == 0 else routing.res @ product
+        torch.testing.assert_close(report.composite, product, rtol=1e-12, atol=1e-12)
+        assert report.stream_similarity.shape == report.row_error.shape == streams.shape[:-2]
+        torch.testing.assert_close(report.composite_forward_gain, torch.linalg.matrix_norm(product, float("inf")))
+    # The running statistics are the same numbers.
+    for number, site in enumerate(observation.reports()):
+        parts = [report for report in observation.tokens if report.name == site.name]
+        for key in ("forward_gain", "composite_backward_gain", "stream_similarity"):
+            every = torch.cat([getattr(part, key).flatten() for part in parts])
+            assert getattr(site, key) == pytest.approx(every.mean().item()), (number, key)
+        assert site.column_error == max(part.column_error.max().item() for part in parts)
+    with torch.no_grad(), temper.observe(model) as observation:
+        model(inputs[0])
+    assert observation.tokens == []

@@ -52,6 +52,11 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def corpus_texts(corpus_folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(corpus_folder.iterdir())]
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
     """The file of a tiny recipe."""
     path = tmp_path_factory.mktemp("recipe") / "tiny.toml"

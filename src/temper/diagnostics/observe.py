@@ -52,8 +52,31 @@ class SiteReport:
     effective_rank: float
 
 
+@dataclass(frozen=True)
+class TokenReport:
+    """One forward of one site, token by token. Numbers are those of `SiteReport`, in float64.
+
+    Shape:
+        routing: pre (..., N), res (..., M, N), post (..., M), as the site used it.
+        composite: (..., M, N), the product of all `res` from the first site to this one; None where it is not defined.
+        row_error, column_error, forward_gain, backward_gain, stream_similarity: (...).
+        composite_forward_gain, composite_backward_gain: (...), or None.
+    """
+
+    name: str
+    routing: Routing
+    composite: Tensor | None
+    row_error: Tensor
+    column_error: Tensor
+    forward_gain: Tensor
+    backward_gain: Tensor
+    composite_forward_gain: Tensor | None
+    composite_backward_gain: Tensor | None
+    stream_similarity: Tensor
+
+
 @contextmanager
-def observe(model: nn.Module) -> Iterator[Observation]:
+def observe(model: nn.Module, *, per_token: bool = False) -> Iterator[Observation]:
     """Records the routing of every forward pass inside the `with`; costs nothing outside it.
 
         with temper.observe(model) as observation:
@@ -61,11 +84,14 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         print(observation)
 
     Watch plain forward passes: activation checkpointing runs a site twice.
+
+    Args:
+        per_token: also keep the routing of every token, in `observation.tokens`: memory grows with what is watched.
     """
     sites = {name: site for name, site in model.named_modules() if isinstance(site, HyperConnection)}
     if not sites:
         raise ValueError(f"{type(model).__name__} has no HyperConnection to observe")
-    observation = Observation({site: name for name, site in sites.items()})
+    observation = Observation({site: name for name, site in sites.items()}, per_token=per_token)
     before = {site: site.observers for site in sites.values()}
     for site in before:
         site.observers = (*site.observers, observation.see)
@@ -77,9 +103,15 @@ def observe(model: nn.Module) -> Iterator[Observation]:
 
 
 class Observation:
-    """Running statistics of every site; `reports()` for the numbers, `print` for a table."""
+    """Running statistics of every site; `reports()` for the numbers, `print` for a table.
 
-    def __init__(self, names: dict[HyperConnection, str]) -> None:
+    Args:
+        per_token: keep a `TokenReport` of every forward of every site, in the order in which they ran, in `tokens`.
+    """
+
+    def __init__(self, names: dict[HyperConnection, str], *, per_token: bool = False) -> None:
+        self.tokens: list[TokenReport] = []
+        self._per_token = per_token
         self._names = names
         self._tallies: dict[HyperConnection, _Tally] = {}
         self._in_this_pass: set[HyperConnection] = set()
@@ -101,7 +133,10 @@ class Observation:
             self._product = None
         if streams[..., 0, 0].numel():
             tally = self._tallies.setdefault(site, _Tally())
-            tally.add(streams.detach(), Routing(*(part.detach() for part in routing)), self._product)
+            routing = Routing(*(part.detach() for part in routing))
+            tally.add(streams.detach(), routing, self._product)
+            if self._per_token:
+                self.tokens.append(_token_report(self._names[site], streams.detach(), routing, self._product))
 
     def reports(self) -> list[SiteReport]:
         """A report for every site that ran, in the order in which they first did."""
@@ -193,6 +228,24 @@ class _Tally:
             return 0.0
         share = spectrum / spectrum.sum()
         return float((-(share * share.log()).sum()).exp())
+
+
+def _token_report(name: str, streams: Tensor, routing: Routing, product: Tensor | None) -> TokenReport:
+    res = routing.res.double()
+    forward, backward = _gains(res)
+    composite = (None, None) if product is None else _gains(product.double())
+    return TokenReport(
+        name=name,
+        routing=routing,
+        composite=product,
+        row_error=(res.sum(-1) - 1).abs().amax(-1),
+        column_error=(res.sum(-2) - 1).abs().amax(-1),
+        forward_gain=forward,
+        backward_gain=backward,
+        composite_forward_gain=composite[0],
+        composite_backward_gain=composite[1],
+        stream_similarity=_similarity(streams),
+    )
 
 
 def _gains(matrix: Tensor) -> tuple[Tensor, Tensor]:

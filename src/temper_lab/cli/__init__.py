@@ -14,6 +14,7 @@ EXTRA = "the `temper` command needs the lab: pip install 'temper[lab]'"
 COMMANDS = {
     "train": ("pretrain a model from a recipe, or resume a run", "temper_lab.cli.train"),
     "sample": ("let a model continue a prompt", "temper_lab.cli.sample"),
+    "inspect": ("see how every token's streams are read, mixed and written", "temper_lab.cli.inspect"),
     "eval bpb": ("bits per byte of a model on a corpus", "temper_lab.cli.eval"),
     "export": ("write a model for transformers", "temper_lab.cli.export"),
     "upcycle": ("give a pretrained model several streams", "temper_lab.cli.upcycle"),
