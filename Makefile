@@ -18,8 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: setup
-	$(BIN)/temper params --plot demo/parameters.png
-	$(BIN)/python examples/toy_network.py --out demo
+	$(BIN)/temper compare --recipe demo --out demo
+	$(BIN)/temper report demo
 
 test: setup lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS)

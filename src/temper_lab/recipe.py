@@ -6,7 +6,7 @@ import dataclasses
 import math
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -15,6 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from temper.registry import unknown
 from temper_lab.model import ModelConfig
 from temper_lab.optim import OptimSettings
+
+# Beside the sections of a recipe: another recipe to begin from, and the grid of a study.
+BASE, STUDY = "base", "compare"
 
 
 @dataclass(frozen=True)
@@ -156,14 +159,18 @@ class Recipe:
         except ValueError as error:
             raise _at(source, error) from error
 
-    def changes(self, other: Recipe) -> list[str]:
-        """What differs, for people: `train.steps was 10, is 20`."""
+    def changes(self, other: Recipe, ignoring: Collection[str] = ()) -> list[str]:
+        """What differs, for people: `train.steps was 10, is 20`.
+
+        Args:
+            ignoring: fields such as `train.threads`.
+        """
         mine, theirs = self.to_dict(), other.to_dict()
         return [
             f"{section}.{key} was {value!r}, is {theirs[section][key]!r}"
             for section, part in mine.items()
             for key, value in part.items()
-            if theirs[section][key] != value
+            if theirs[section][key] != value and f"{section}.{key}" not in ignoring
         ]
 
 
@@ -174,7 +181,21 @@ def names() -> list[str]:
 
 
 def load(name_or_file: str | Path) -> Recipe:
-    """A built-in recipe by its name, or any TOML file."""
+    """A built-in recipe by its name, or any TOML file. What it says of a study is left aside."""
+    return load_study(name_or_file)[0]
+
+
+def load_study(name_or_file: str | Path) -> tuple[Recipe, Mapping[str, Any]]:
+    """A recipe, and its section [compare] as it stands there."""
+    values = _read(name_or_file)
+    study = values.pop(STUDY, {})
+    if not isinstance(study, Mapping):
+        raise ValueError(f"{name_or_file}: [{STUDY}] is {study!r}; expected a section with options in it")
+    return Recipe.from_dict(values, str(name_or_file)), study
+
+
+def _read(name_or_file: str | Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The sections of a recipe, over those of the recipe that it names as its `base`."""
     path = Path(name_or_file)
     if str(name_or_file) in names():
         text = (resources.files("temper_lab") / "recipes" / f"{name_or_file}.toml").read_text(encoding="utf-8")
@@ -191,7 +212,25 @@ def load(name_or_file: str | Path) -> Recipe:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{name_or_file}: not TOML: {error}") from error
-    return Recipe.from_dict(values, str(name_or_file))
+    if BASE not in values:
+        return values
+    base, chain = values.pop(BASE), (*above, str(name_or_file))
+    if not isinstance(base, str):
+        raise ValueError(f"{name_or_file}: {BASE} is {base!r}; expected the name of a recipe, or its file")
+    if base not in names():
+        base = str(path.parent / base)
+    if base in chain:
+        raise ValueError(f"{name_or_file}: it is its own base ({' -> '.join((*chain, base))})")
+    try:
+        merged = _read(base, chain)
+    except ValueError as error:
+        raise _at(str(name_or_file), error) from error
+    # A study is no part of what is inherited.
+    merged.pop(STUDY, None)
+    for section, part in values.items():
+        both = isinstance(part, Mapping) and isinstance(merged.get(section), Mapping)
+        merged[section] = {**merged[section], **part} if both else part
+    return merged
 
 
 def _section(name: str, kind: Any, values: Mapping[str, Any]) -> Any:

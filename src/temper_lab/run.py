@@ -47,7 +47,8 @@ class RunFolder:
             raise ValueError(f"{self.path} holds no run to resume (no {FILE_NAME})")
         if not resume and self.is_run:
             raise ValueError(f"{self.path} holds a run already; --resume continues it, another --out starts a new one")
-        if not resume and self.path.is_dir() and any(self.path.iterdir()):
+        # A start that was killed leaves a lock and perhaps a part of run.json, whose names begin with a dot.
+        if not resume and self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
             raise ValueError(f"{self.path} is not empty; expected a new folder for the run")
         self.path.mkdir(parents=True, exist_ok=True)
 
@@ -65,10 +66,11 @@ class RunFolder:
         try:
             with open(self.path / ".lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
+        except BlockingIOError:
             return True
+        except OSError:
+            # No lock, or nothing that could hold one.
+            return False
         return False
 
     def read(self) -> dict[str, Any]:

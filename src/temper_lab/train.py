@@ -36,7 +36,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
         plan.split(recipe, world.size)
         with torch.device("meta"):
             GPT(recipe.model)
-        corpus = _corpus(recipe)
+        corpus = corpus_of(recipe)
         if recipe.tokenizer.path:
             Tokenizer.load(recipe.tokenizer.path)
         if recipe.train.start and not resume:
@@ -46,7 +46,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
             folder.begin(resume=resume)
             stack.enter_context(folder.claimed())
             if resume:
-                _refuse_changes(folder, recipe)
+                refuse_changes(folder, recipe)
             about = {"recipe_name": recipe_name, "recipe": recipe.to_dict(), "seed": recipe.train.seed}
             about |= {"versions": runs.versions(), "processes": world.size}
             started = {} if resume else {"started": runs.now(), "best_bpb": None, "step": 0}
@@ -75,7 +75,8 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
     return code
 
 
-def _corpus(recipe: Recipe) -> Corpus:
+def corpus_of(recipe: Recipe) -> Corpus:
+    """The documents that a recipe reads, or a ValueError if they are not there."""
     data = recipe.data
     if "climbmix" in data.corpus and not Path(data.corpus).exists():
         raise ValueError(f"{data.corpus} is not there: temper data download --shards K --folder {data.corpus}")
@@ -97,10 +98,24 @@ def _check_start(recipe: Recipe) -> None:
         raise ValueError(f"train.start {start} was trained with a tokenizer of its own: --tokenizer.path {start}")
 
 
-def _refuse_changes(folder: RunFolder, recipe: Recipe) -> None:
+def refuse_changes(folder: RunFolder, recipe: Recipe) -> None:
+    """Raises ValueError if a run is not of this recipe."""
     before = Recipe.from_dict(folder.read()["recipe"], str(folder.path))
-    if changes := before.changes(recipe):
+    # A thread more or less is another machine, not another recipe; a tokenizer is what it holds, wherever it is.
+    ignoring = ["train.threads"]
+    if _is_same_tokenizer(folder.path / FILE_NAME, recipe.tokenizer.path):
+        ignoring.append("tokenizer.path")
+    if changes := before.changes(recipe, ignoring):
         raise ValueError(f"{folder.path} is a run of another recipe, so it is not resumed: {'; '.join(changes)}")
+
+
+def _is_same_tokenizer(mine: Path, other: str) -> bool:
+    if not other:
+        return False
+    # A run that has none yet was killed before its first step.
+    if not mine.is_file():
+        return True
+    return Tokenizer.load(mine).fingerprint == Tokenizer.load(other).fingerprint
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, max_chars: int = 0, *, is_shown: bool = True) -> Tokenizer:

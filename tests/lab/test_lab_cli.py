@@ -53,7 +53,7 @@ def test_help_does_not_wait_for_torch():
 
 def test_train_without_a_recipe_or_a_folder(capsys, tmp_path):
     assert main(["train", "--out", str(tmp_path)]) == 1
-    assert "--recipe is missing; expected a TOML file or one of cpu-base" in capsys.readouterr().err
+    assert "--recipe is missing; expected a TOML file or one of ablations-cpu" in capsys.readouterr().err
     assert main(["train", "--recipe", "cpu-smoke"]) == 1
     assert "--out is missing" in capsys.readouterr().err
     assert main(["train", "--resume"]) == 1

@@ -8,7 +8,10 @@ from temper_lab import plan, recipe
 from temper_lab.cli import main
 from temper_lab.recipe import Recipe
 
-BUILT_IN = ("cpu-base", "cpu-small", "cpu-smoke", "paper-n4", "paper-n8")
+BUILT_IN = (
+    *("ablations-cpu", "ablations-paper", "cpu-base", "cpu-small", "cpu-smoke", "demo", "paper-n4", "paper-n8"),
+    *("study-cpu", "table1-cpu", "table1-paper-n4", "table1-paper-n8"),
+)
 
 
 def test_the_built_in_recipes():

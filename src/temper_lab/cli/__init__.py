@@ -13,6 +13,7 @@ EXTRA = "the `temper` command needs the lab: pip install 'temper[lab]'"
 # Name, what it does, and the module that has a function of its last word. Only the module that runs is imported.
 COMMANDS = {
     "train": ("pretrain a model from a recipe, or resume a run", "temper_lab.cli.train"),
+    "compare": ("train methods side by side, or continue a study", "temper_lab.cli.compare"),
     "sample": ("let a model continue a prompt", "temper_lab.cli.sample"),
     "inspect": ("see how every token's streams are read, mixed and written", "temper_lab.cli.inspect"),
     "eval bpb": ("bits per byte of a model on a corpus", "temper_lab.cli.eval"),

@@ -51,7 +51,7 @@ Args:
 
 def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
     """The function whose defaults are those of the recipe that the arguments name, for tyro."""
-    name, out = _value(words, "recipe"), _value(words, "out")
+    name, out = value_of(words, "recipe"), value_of(words, "out")
     is_resumed = "--resume" in words
     if name is not None:
         base = recipes.load(name)
@@ -63,7 +63,7 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         raise ValueError(f"{out or '--out'} holds no run to resume (no run.json)")
     else:
         raise ValueError(f"--recipe is missing; expected a TOML file or one of {', '.join(recipes.names())}")
-    if (start := _value(words, "train.start")) and not is_resumed:
+    if (start := value_of(words, "train.start")) and not is_resumed:
         base = _started(base, start)
 
     def command(
@@ -112,7 +112,7 @@ def _of_run(folder: RunFolder) -> tuple[Recipe, str]:
     return Recipe.from_dict(content["recipe"], f"{folder.path}/run.json"), str(content.get("recipe_name"))
 
 
-def _value(words: list[str], option: str) -> str | None:
+def value_of(words: list[str], option: str) -> str | None:
     """What the arguments give for an option, before they are parsed for good."""
     found = None
     for index, word in enumerate(words):

@@ -20,7 +20,7 @@ from temper_lab.report.explorer.texts import default_texts, titles
 from temper_lab.report.explorer.trace import Trace, trace
 from temper_lab.report.page import Tab
 
-LIVE_MEGABYTES, TRACE_MEGABYTES = 16.0, 8.0
+LIVE_MEGABYTES, TRACE_MEGABYTES = 24.0, 8.0
 # The page's own script, and what its worker runs.
 PAGE = ("reading.js", "heat.js", "flow.js", "maps.js", "runner.js", "explorer.js")
 WORKER = ("tokenizer.js", "mixers.js", "engine.js", "worker.js")

@@ -1,0 +1,1 @@
+"""Studies: routing methods trained side by side under equal conditions."""
