@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,9 +57,8 @@ def report(
 
 
 def _explorer(folder: Path, results: dict[str, Any]) -> list[Tab]:
-    """The routing explorer, where it is installed and the study still has models."""
-    if importlib.util.find_spec("temper_lab.report.explorer") is None:
-        return []
-    explorer = importlib.import_module("temper_lab.report.explorer")
-    tab = explorer.tab(folder, results)
-    return [] if tab is None else [tab]
+    """The routing explorer, where the study still has models."""
+    from temper_lab.report.explorer import tab
+
+    found = tab(folder, results)
+    return [] if found is None else [found]
