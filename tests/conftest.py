@@ -20,7 +20,8 @@ EVERYWHERE = (
 def pytest_generate_tests(metafunc):
     if metafunc.module.__name__.rpartition(".")[2] in EVERYWHERE:
         metafunc.fixturenames.append("backend_of_test")
-        metafunc.parametrize("backend_of_test", BACKENDS, indirect=True)
+        is_once = metafunc.definition.get_closest_marker("once") is not None
+        metafunc.parametrize("backend_of_test", BACKENDS[:1] if is_once else BACKENDS, indirect=True)
 
 
 @pytest.fixture
