@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from temper.registry import Registered
+
+if TYPE_CHECKING:
+    from temper.decompose.descent import Effort
 
 Modes = tuple[int, ...]
 Rank = int | float | tuple[int, ...] | None
@@ -118,6 +121,36 @@ class Generator(Registered, nn.Module, family="generator"):
         """
         raise ValueError(f"the {self.name} generator cannot be stretched to more streams: it has no `stretched`")
 
+    def assign_best(self, weight: Tensor, moment: Tensor | None, effort: Effort) -> None:
+        """Improves on the stored tensors, which hold what `assign_dense` gave for this W, as far as it can.
+
+        `temper.convert.factorize` calls it, in float64 on the CPU, and goes back to `assign_dense` if the error rose. A
+        generator without a solver of its own leaves everything as it is. Import the solver inside: nobody who
+        only trains should wait for it.
+
+        Args:
+            moment: S (N * D, N * D); the error is tr((W - What)^T S (W - What)), or the sum of squares if None.
+        """
+
+    @classmethod
+    def rank_path(cls, weight: Tensor) -> Sequence[tuple[Rank, float]]:
+        """Ranks worth having, each larger than the one before, with estimates of the squared error.
+
+        It starts at the smallest rank and ends where nothing is left to gain.
+        """
+        path: list[tuple[Rank, float]] = []
+        modes = tuple(weight.shape)
+        for rank in range(1, math.prod(modes) + 1) if cls.ranked else (None,):
+            try:
+                cls.resolve_rank(modes[:2], modes[2:], rank)
+            except ValueError:
+                break
+            found = (weight - cls.from_dense(weight, rank).to_dense().detach()).square().sum().item()
+            path.append((rank, found))
+            if found <= 1e-24 * weight.square().sum().item():
+                break
+        return path
+
     def to_dense(self) -> Tensor:
         """W itself, (N, D, *out_modes)."""
         in_map, out_map = self.maps()
@@ -125,7 +158,10 @@ class Generator(Registered, nn.Module, family="generator"):
 
     @classmethod
     def from_dense(cls, weight: Tensor, rank: Rank = None, **options: Any) -> Self:
-        """A generator close to a dense W of shape (N, D, *out_modes): exact at full rank."""
+        """A generator close to a dense W of shape (N, D, *out_modes): exact at full rank.
+
+        Fast and plain. `temper.convert.factorize` looks for the closest one.
+        """
         if not isinstance(weight, Tensor) or weight.ndim < 3:
             raise ValueError(
                 f"from_dense wants a tensor (num_streams, dim, *out_modes), got "

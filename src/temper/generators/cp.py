@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from temper.generators.base import (
     fraction_of,
     mode_product,
 )
+
+if TYPE_CHECKING:
+    from temper.decompose.descent import Effort
 
 
 class CP(Generator, name="cp"):
@@ -78,9 +81,8 @@ class CP(Generator, name="cp"):
 
     def assign_dense(self, weight: Tensor) -> None:
         """Orthogonal rank-one terms by nested SVDs, largest kept; exact from rank prod(modes) / max(modes) on."""
-        # The longest mode goes last: every other mode costs a factor in the number of terms.
-        order = sorted(range(weight.ndim), key=lambda mode: weight.shape[mode])
-        terms = sorted(_rank_one_terms(weight.permute(order)), key=lambda term: -term[0])[: self.rank]
+        permuted, order = _short_first(weight)
+        terms = sorted(_rank_one_terms(permuted), key=lambda term: -term[0])[: self.rank]
         for mode, factor in enumerate(self.factors):
             # Equal norms in every mode keep the gradients of the factors comparable.
             columns = [vectors[order.index(mode)] * scale ** (1 / weight.ndim) for scale, vectors in terms]
@@ -88,6 +90,43 @@ class CP(Generator, name="cp"):
             factor.copy_(fill_columns(stacked, self.rank))
         # Zero in one mode is enough for a filling term to add nothing.
         self.factors[-1][:, len(terms) :] = 0
+
+    def assign_best(self, weight: Tensor, moment: Tensor | None, effort: Effort) -> None:
+        """Alternating least squares from the nested SVDs, from singular vectors and from random factors."""
+        from temper.decompose.cp import cp, weighted_cp
+        from temper.decompose.moment import Moment
+
+        first = tuple(factor.clone() for factor in self.factors)
+        if moment is None:
+            found = cp(weight, self.rank, effort, first=first)
+        else:
+            measure = Moment(moment.view(*self.in_modes, *self.in_modes))
+            found = weighted_cp(weight, self.rank, measure, effort, first=first)
+        for stored, factor in zip(self.factors, found, strict=True):
+            stored.copy_(factor)
+
+    @classmethod
+    def rank_path(cls, weight: Tensor) -> Sequence[tuple[Rank, float]]:
+        """Between what nested SVDs leave out, which is too much, and the longest unfolding, which is too little."""
+        from temper.decompose import path
+
+        found = sorted((scale for scale, _ in _rank_one_terms(_short_first(weight)[0])), reverse=True)
+        scales = torch.tensor(found, dtype=torch.float64)
+        if not scales.numel():
+            return [(1, 0.0)]
+        terms = int((scales > 1e-12 * scales[0]).sum())
+        above = path.tails_of(scales)
+        below = [path.tails(weight.movedim(mode, 0).flatten(1)) for mode in range(weight.ndim)]
+        # As long as nested SVDs leave something, more terms may be of use.
+        lower = [max(tail[min(r, len(tail) - 1)] for tail in below) for r in range(1, terms + 1)]
+        errors = [math.sqrt(upper * max(low, 1e-4 * upper)) for low, upper in zip(lower, above[1:], strict=False)]
+        return list(zip(range(1, terms + 1), errors, strict=True))
+
+
+def _short_first(weight: Tensor) -> tuple[Tensor, list[int]]:
+    """Modes from the shortest to the longest: every mode but the last costs a factor in the number of terms."""
+    order = sorted(range(weight.ndim), key=lambda mode: weight.shape[mode])
+    return weight.permute(order), order
 
 
 def _outer(*factors: Tensor) -> Tensor:

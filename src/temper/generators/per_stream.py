@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from temper.generators.base import Modes, Shapes, mode_product
 from temper.generators.dense import Dense
+
+if TYPE_CHECKING:
+    from temper.decompose.descent import Effort
 
 
 class PerStream(Dense, name="per-stream"):
@@ -53,3 +56,13 @@ class PerStream(Dense, name="per-stream"):
     def assign_dense(self, weight: Tensor) -> None:
         """Least squares: the mean over streams of the entries this form can hold; the rest is dropped."""
         self.weight.copy_(weight.diagonal(dim1=0, dim2=-1).mean(-1))
+
+    def assign_best(self, weight: Tensor, moment: Tensor | None, effort: Effort) -> None:
+        """One linear problem: sum_n S[n, :, n, :] w = sum_n (S W)[n, :, .., n]."""
+        from temper.decompose.moment import Moment, solve
+
+        if moment is not None:
+            measure = Moment(moment.view(*self.in_modes, *self.in_modes))
+            system = measure.tensor.diagonal(dim1=0, dim2=2).sum(-1)
+            pull = measure.apply(weight - self.to_dense()).diagonal(dim1=0, dim2=-1).sum(-1)
+            self.weight.add_(solve(system, pull.flatten(1) if pull.ndim > 1 else pull).view(pull.shape))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from temper.generators.base import (
     mode_product,
     ranks_within,
 )
+
+if TYPE_CHECKING:
+    from temper.decompose.descent import Effort
 
 
 class TT(Generator, name="tt"):
@@ -107,6 +110,39 @@ class TT(Generator, name="tt"):
             carry = F.pad(left.T @ unfolding, (0, 0, 0, r - left.shape[1]))
             left_rank = r
         self.cores[-1].copy_(carry.view(self.cores[-1].shape))
+
+    def assign_best(self, weight: Tensor, moment: Tensor | None, effort: Effort) -> None:
+        """TT-SVD, then sweeps over pairs of cores; or their counterpart under a moment."""
+        from temper.decompose.moment import Moment
+        from temper.decompose.tt import tt, weighted_tt
+
+        if moment is None:
+            cores = tt(weight, self.rank, effort)
+        else:
+            measure = Moment(moment.view(*self.in_modes, *self.in_modes))
+            cores = weighted_tt(weight, self.rank, measure, effort)
+        for stored, core in zip(self.cores, cores, strict=True):
+            rows, mode, columns = core.shape
+            # New columns are random, and the rows of the next core that meet them are nothing.
+            filled = fill_columns(core.reshape(-1, columns), stored.shape[2]).view(rows, mode, -1)
+            stored.copy_(F.pad(filled, (0, 0, 0, 0, 0, stored.shape[0] - rows)))
+
+    @classmethod
+    def rank_path(cls, weight: Tensor) -> Sequence[tuple[Rank, float]]:
+        """By the singular values that TT-SVD leaves out at every bond."""
+        from temper.decompose import path
+        from temper.decompose.tt import useful_bonds
+
+        modes = tuple(weight.shape)
+        unfoldings = [weight.reshape(math.prod(modes[:k]), -1) for k in range(1, len(modes))]
+        tails = [path.tails(unfolding) for unfolding in unfoldings]
+        limits = [path.numerical_rank(unfolding) for unfolding in unfoldings]
+        return path.greedy(
+            useful_bonds(modes, limits),
+            lambda rank: count(_shapes(modes, rank)),
+            lambda rank: sum(tail[r] for tail, r in zip(tails, rank, strict=True)),
+            lambda rank: useful_bonds(modes, rank) == rank,
+        )
 
 
 def _spread(rank: Any, limits: tuple[int, ...]) -> tuple[Any, ...]:

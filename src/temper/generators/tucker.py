@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from temper.generators.base import (
     mode_product,
     ranks_within,
 )
+
+if TYPE_CHECKING:
+    from temper.decompose.descent import Effort
 
 
 class Tucker(Generator, name="tucker"):
@@ -145,6 +148,50 @@ class Tucker(Generator, name="tucker"):
             # What meets the filling is nothing.
             core = F.pad(core, (0, r - left.shape[1])).movedim(-1, mode)
         self.core.copy_(core)
+
+    def assign_best(self, weight: Tensor, moment: Tensor | None, effort: Effort) -> None:
+        """HOOI, or its counterpart under a moment."""
+        from temper.decompose.moment import Moment
+        from temper.decompose.tucker import tucker, weighted_tucker
+
+        if moment is None:
+            core, *factors = tucker(weight, self.rank, effort)
+        else:
+            measure = Moment(moment.view(*self.in_modes, *self.in_modes))
+            core, *factors = weighted_tucker(weight, self.rank, measure, effort)
+        padding = [(0, r - used) for r, used in zip(self.rank, core.shape, strict=True)]
+        # What meets the filling is nothing; pad counts modes from the last.
+        self.core.copy_(F.pad(core, [n for pair in reversed(padding) for n in pair]))
+        for stored, factor in zip(self.factors, factors, strict=True):
+            stored.copy_(fill_columns(factor, stored.shape[1]))
+
+    @classmethod
+    def rank_path(cls, weight: Tensor) -> Sequence[tuple[Rank, float]]:
+        """By the energy of the HOSVD core inside the ranks; none that the others leave nothing for."""
+        from temper.decompose import path
+        from temper.decompose.tucker import leading, useful_ranks
+
+        modes, core = tuple(weight.shape), weight
+        limits = [path.numerical_rank(weight.movedim(mode, 0).flatten(1)) for mode in range(weight.ndim)]
+        for mode, limit in enumerate(limits):
+            core = torch.tensordot(core, leading(weight, mode, limit), dims=([mode], [0])).movedim(-1, mode)
+        inside = core.square()
+        for mode in range(weight.ndim):
+            inside = inside.cumsum(mode)
+        inside = inside.contiguous()
+        energy = inside.flatten().tolist()
+        strides = inside.stride()
+
+        def error(rank: tuple[int, ...]) -> float:
+            at = sum(stride * (r - 1) for stride, r in zip(strides, rank, strict=True))
+            return max(0.0, energy[-1] - energy[at])
+
+        return path.greedy(
+            useful_ranks(modes, limits),
+            lambda rank: count(_all_shapes(modes, rank)),
+            error,
+            lambda rank: useful_ranks(modes, rank) == rank,
+        )
 
 
 def _spread(rank: Any, modes: Modes) -> tuple[Any, ...]:

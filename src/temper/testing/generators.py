@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import temper
+from temper.convert import factorize, relative_error
 from temper.generators import Generator
-from temper.generators.base import Modes, Rank
+from temper.generators.base import Modes, Rank, count
 
 # One and two output modes, odd sizes, one stream, more outputs than features.
 MODES: list[tuple[Modes, Modes]] = [
@@ -125,6 +126,35 @@ class GeneratorSuite:
         generator.to_dense().backward(torch.randn(*in_modes, *out_modes, dtype=torch.float64))
         assert any(p.grad is not None and p.grad.abs().max() > 0 for p in generator.parameters())
 
+    @modes
+    def test_factorize_is_exact_at_full_rank(self, in_modes: Modes, out_modes: Modes) -> None:
+        self.build(in_modes, out_modes)
+        weight = self.holdable(torch.randn(*in_modes, *out_modes, dtype=torch.float64))
+        for moment in (None, _moment(in_modes)):
+            found = factorize(weight, self.name, self.full_rank(in_modes, out_modes), moment=moment, **self.options)
+            torch.testing.assert_close(self.dense(found), weight, rtol=1e-10, atol=1e-10)
+
+    @modes
+    def test_factorize_is_as_good_as_anything_cheaper(self, in_modes: Modes, out_modes: Modes) -> None:
+        self.build(in_modes, out_modes)
+        weight, moment = torch.randn(*in_modes, *out_modes, dtype=torch.float64), _moment(in_modes)
+        rank = 1 if Generator.named(self.name).ranked else None
+        given = Generator.named(self.name).from_dense(weight, rank, **self.options)
+        plain = factorize(weight, self.name, rank, **self.options)
+        weighted = factorize(weight, self.name, rank, moment=moment, **self.options)
+        assert relative_error(weight, plain) <= relative_error(weight, given) * (1 + 1e-12)
+        assert relative_error(weight, weighted, moment) <= relative_error(weight, plain, moment) * (1 + 1e-12)
+
+    @modes
+    def test_a_path_of_ranks_goes_from_small_to_exact(self, in_modes: Modes, out_modes: Modes) -> None:
+        self.build(in_modes, out_modes)
+        weight = self.holdable(torch.randn(*in_modes, *out_modes, dtype=torch.float64))
+        kind = Generator.named(self.name)
+        path = kind.rank_path(weight)
+        sizes = [count(kind.shapes(in_modes, out_modes, **({"rank": rank} if kind.ranked else {}))) for rank, _ in path]
+        assert sizes == sorted(set(sizes))
+        torch.testing.assert_close(factorize(weight, self.name, path[-1][0]).to_dense(), weight, rtol=1e-9, atol=1e-9)
+
     def test_state_dict_round_trip_and_copy(self) -> None:
         generator = self.build((4, 6), (4, 4))
         other = copy.deepcopy(generator)
@@ -159,6 +189,16 @@ class GeneratorSuite:
         site(streams).sin().sum().backward()
         assert streams.grad is not None
         assert torch.isfinite(streams.grad).all()
+
+
+def _moment(in_modes: Modes) -> Tensor:
+    """The second moment of some correlated inputs."""
+    size = in_modes[0] * in_modes[1]
+    random = torch.Generator().manual_seed(1)
+    inputs = torch.randn(3 * size, size, generator=random, dtype=torch.float64) @ torch.randn(
+        size, size, generator=random, dtype=torch.float64
+    )
+    return inputs.T @ inputs / len(inputs)
 
 
 class _Maps(torch.nn.Module):
