@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from temper.config import HEADS, RouterConfig
+from temper.config import HEADS, Choice, RouterConfig, option_defaults
 from temper.gates import Gates
 from temper.generators import Generator
 from temper.norm import StreamNorm
@@ -111,6 +112,22 @@ class Router(nn.Module):
         for head in (self.pre, self.res, self.post):
             head.generator.reset_parameters()
         self._start()
+
+    def set_generators(self, **generators: Generator) -> None:
+        """Puts other generators into the heads named (`res=generator`); all else of the site stays the object it is."""
+        changes: dict[str, Any] = {}
+        for head, generator in generators.items():
+            if head not in HEADS or self.config.is_residual:
+                raise ValueError(f"{self.extra_repr()} has no generator {head!r}")
+            modes = (generator.in_modes, generator.out_modes)
+            if modes != self.config.modes(head):
+                raise ValueError(f"a generator for {modes} cannot be {head}'s; expected {self.config.modes(head)}")
+            options = {name: getattr(generator, name) for name in option_defaults(type(generator))}
+            changes[head] = Choice(generator.name, **options)
+        self.config = dataclasses.replace(self.config, **changes)
+        for head, generator in generators.items():
+            getattr(self, head).generator = generator.train(self.training)
+        self.plan = self._make_plan()
 
     def route(self, streams: Tensor) -> Routing:
         """pre, res and post of every token, in the dtype of the streams.

@@ -1,19 +1,36 @@
-"""The hyper-connections of transformers' DeepSeek-V4 as ours, and back: the same logits either way."""
+"""The hyper-connections of transformers' DeepSeek-V4 as ours, and back: the same logits either way.
+
+A model with our sites in it is saved as a folder that looks like theirs, but for the names of two files: `temper.json`
+says what the sites are, and the weights are in `temper.safetensors`, so that nobody reads them as DeepSeek's own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from temper import HyperConnection
+from temper import HyperConnection, RouterConfig
 from temper.convert import export_foreign, load_foreign
+from temper_lab.checkpoint.files import (
+    check_finite,
+    read_json,
+    read_tensors,
+    whole_folder,
+    write_json,
+    write_tensors,
+)
+from temper_lab.distributed import check_fit
 
 if TYPE_CHECKING:
     from transformers import DeepseekV4Config, PreTrainedModel
 
 SOURCE = "deepseek_v4"
+FORMAT = "temper-deepseek-1"
+FILE_NAME, WEIGHTS = "temper.json", "temper.safetensors"
 
 
 class Adapter(nn.Module):
@@ -69,6 +86,67 @@ def to_deepseek(model: PreTrainedModel) -> PreTrainedModel:
         module.load_state_dict({key: value.to(adapter.dtype) for key, value in state.items()}, assign=True)
         theirs[name] = module.requires_grad_(any(parameter.requires_grad for parameter in adapter.parameters()))
     return _replace(model, theirs)
+
+
+def save(
+    model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, files: Mapping[str, str] | None = None
+) -> Path:
+    """Writes a model that `to_temper` has changed into a new folder, whole or not at all.
+
+    Args:
+        tokenizer: one of transformers', to put beside it.
+        files: other files by name.
+    """
+    folder = Path(folder).absolute()
+    sites = {
+        name: {"config": module.site.config.to_dict(), "dtype": str(module.dtype).removeprefix("torch.")}
+        for name, module in model.named_modules()
+        if isinstance(module, Adapter)
+    }
+    if not sites:
+        raise ValueError(f"{type(model).__name__} has no sites of `to_temper`; save_pretrained writes it as it is")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty; expected a new folder")
+    tensors = model.state_dict()
+    check_finite(tensors, "the model")
+    with whole_folder(folder) as work:
+        model.config.save_pretrained(work)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(work)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+        for name, text in (files or {}).items():
+            (work / name).write_text(text, encoding="utf-8")
+        write_tensors(work / WEIGHTS, tensors)
+        write_json(work / FILE_NAME, {"format": FORMAT, "sites": sites})
+    return folder
+
+
+def load(folder: str | Path) -> PreTrainedModel:
+    """The model of a folder that `save` has written, with our sites in it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    folder = Path(folder)
+    about = read_json(folder / FILE_NAME)
+    if about.get("format") != FORMAT or not isinstance(about.get("sites"), dict):
+        raise ValueError(f"{folder / FILE_NAME} has format {about.get('format')!r}, expected {FORMAT!r} with sites")
+    tensors = read_tensors(folder / WEIGHTS)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    try:
+        with torch.device("meta"):
+            adapters = {
+                name: Adapter(HyperConnection(RouterConfig.from_dict(site["config"])), getattr(torch, site["dtype"]))
+                for name, site in about["sites"].items()
+            }
+        _replace(model, adapters)
+        check_fit(model.state_dict(), tensors)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}: {error}") from error
+    # As they are, whatever dtype the configuration would have given them.
+    model.load_state_dict(tensors, assign=True)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
 
 
 # By name: looking for it must not import transformers.

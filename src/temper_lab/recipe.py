@@ -139,7 +139,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON and TOML can hold; `from_dict` reads them back."""
-        values = dataclasses.asdict(self)
+        values = {**dataclasses.asdict(self), "model": self.model.to_dict()}
         return {
             section: {key: list(value) if isinstance(value, tuple) else value for key, value in part.items()}
             for section, part in values.items()
@@ -167,10 +167,10 @@ class Recipe:
         """
         mine, theirs = self.to_dict(), other.to_dict()
         return [
-            f"{section}.{key} was {value!r}, is {theirs[section][key]!r}"
-            for section, part in mine.items()
-            for key, value in part.items()
-            if theirs[section][key] != value and f"{section}.{key}" not in ignoring
+            f"{section}.{key} was {mine[section].get(key)!r}, is {theirs[section].get(key)!r}"
+            for section in mine
+            for key in {**mine[section], **theirs[section]}
+            if mine[section].get(key) != theirs[section].get(key) and f"{section}.{key}" not in ignoring
         ]
 
 

@@ -86,11 +86,11 @@ def corpus_of(recipe: Recipe) -> Corpus:
 def _check_start(recipe: Recipe) -> None:
     start = recipe.train.start
     model, tokenizer = load(start)
-    given = recipe.model.with_(vocab_size=tokenizer.vocab_size).to_dict()
+    there, here = model.config.to_dict(), recipe.model.with_(vocab_size=tokenizer.vocab_size).to_dict()
     differing = [
-        f"{name} is {value!r} there, {given[name]!r} here"
-        for name, value in model.config.to_dict().items()
-        if given[name] != value
+        f"{name} is {there.get(name)!r} there, {here.get(name)!r} here"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
     ]
     if differing:
         raise ValueError(f"train.start {start} holds another model than the recipe: {'; '.join(differing)}")

@@ -17,6 +17,7 @@ COMMANDS = {
     "sample": ("let a model continue a prompt", "temper_lab.cli.sample"),
     "inspect": ("see how every token's streams are read, mixed and written", "temper_lab.cli.inspect"),
     "eval bpb": ("bits per byte of a model on a corpus", "temper_lab.cli.eval"),
+    "compress": ("give a trained model fewer routing parameters", "temper_lab.cli.compress"),
     "export": ("write a model for transformers", "temper_lab.cli.export"),
     "upcycle": ("give a pretrained model several streams", "temper_lab.cli.upcycle"),
     "eval core": ("accuracy of a model in the 22 tasks of CORE", "temper_lab.cli.core"),

@@ -42,7 +42,7 @@ def load_theirs(path: Path, *, device: torch.device | str = "cpu") -> tuple[nn.M
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-        network = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+        network = _network(path)
         if is_upcycled(path):
             attach(network, path)
     # Their loaders raise whatever they come across.
@@ -58,6 +58,16 @@ def load_theirs(path: Path, *, device: torch.device | str = "cpu") -> tuple[nn.M
             f"{path}: the tokenizer has {theirs.num_ids} tokens and the model {size}; they do not belong together"
         )
     return network.to(device).eval(), theirs
+
+
+def _network(path: Path) -> nn.Module:
+    from temper_lab import deepseek
+
+    if (path / deepseek.FILE_NAME).is_file():
+        return deepseek.load(path)
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
 
 
 class TheirTokenizer:

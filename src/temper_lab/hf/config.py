@@ -38,6 +38,7 @@ class TemperConfig(PretrainedConfig):
         rope_base: float = 10_000.0,
         checkpoint_blocks: bool = False,
         recompute: bool = False,
+        routers: Mapping[str, Any] | None = None,
         use_cache: bool = True,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
@@ -55,6 +56,7 @@ class TemperConfig(PretrainedConfig):
             rope_base=rope_base,
             checkpoint_blocks=checkpoint_blocks,
             recompute=recompute,
+            routers=routers or {},
         )
         for name, value in config.to_dict().items():
             setattr(self, name, value)
@@ -69,7 +71,9 @@ class TemperConfig(PretrainedConfig):
 
     def model_config(self) -> ModelConfig:
         """Ours from theirs."""
-        return ModelConfig(**{entry.name: getattr(self, entry.name) for entry in fields(ModelConfig)})
+        return ModelConfig(
+            **{entry.name: getattr(self, entry.name) for entry in fields(ModelConfig) if hasattr(self, entry.name)}
+        )
 
     @property
     def hidden_size(self) -> int:

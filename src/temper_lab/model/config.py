@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import ne
 from typing import Any
 
 import temper
@@ -24,6 +25,7 @@ class ModelConfig:
         preset: a name of `temper.PRESETS`.
         num_streams: N. The residual preset has one stream, whatever N is asked for.
         router: overrides of the preset as `temper.preset` takes them, in the form that JSON and TOML hold.
+        routers: further overrides by site, {"3": {"rank": 4}}: site 2l is the attention of block l and 2l + 1 its MLP.
         rope_base: of the rotary position embedding.
         checkpoint_blocks: keep only what enters a block for the backward pass and compute the rest
             again: less memory, a third more time, the same gradients.
@@ -41,6 +43,7 @@ class ModelConfig:
     rope_base: float = 10_000.0
     checkpoint_blocks: bool = False
     recompute: bool = False
+    routers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("depth", "vocab_size", "context", "head_dim", "num_streams"):
@@ -57,10 +60,8 @@ class ModelConfig:
         if not isinstance(self.router, Mapping):
             raise ValueError(f"router is {self.router!r}; expected a mapping of overrides for temper.preset")
         object.__setattr__(self, "router", {key: _plain(value) for key, value in self.router.items()})
-        try:
-            self.routing()
-        except TypeError as error:
-            raise ValueError(f"router is {self.router!r}: {error}") from error
+        object.__setattr__(self, "routers", self._checked_routers())
+        self._check_routing()
 
     @property
     def width(self) -> int:
@@ -75,9 +76,61 @@ class ModelConfig:
     def num_layers(self) -> int:
         return self.depth
 
-    def routing(self) -> temper.RouterConfig:
-        """The configuration of every site; its `num_streams` is the true N."""
-        return temper.preset(self.preset, num_streams=self.num_streams, dim=self.width, **self.router)
+    @property
+    def num_sites(self) -> int:
+        return 2 * self.num_layers
+
+    def routing(self, site: int | None = None) -> temper.RouterConfig:
+        """The configuration of one site, or of all that `routers` does not name; its `num_streams` is the true N."""
+        overrides = {**self.router, **self.routers.get(str(site), {})}
+        return temper.preset(self.preset, num_streams=self.num_streams, dim=self.width, **overrides)
+
+    def routings(self) -> list[temper.RouterConfig]:
+        """The configurations of all sites in the order in which they run."""
+        usual = self.routing()
+        return [self.routing(site) if str(site) in self.routers else usual for site in range(self.num_sites)]
+
+    def with_routings(self, routings: Sequence[temper.RouterConfig]) -> ModelConfig:
+        """The same backbone with these sites, under the name of the preset that most of them are nearest to."""
+        usual = max(routings, key=routings.count)
+        size = {"num_streams": usual.num_streams, "dim": self.width}
+        routers = {name: _difference(usual, temper.preset(name, **size)) for name in temper.PRESETS}
+        preset = min(routers, key=lambda name: (len(routers[name]), _others(usual, temper.preset(name, **size))))
+        own = {str(site): _difference(routing, usual) for site, routing in enumerate(routings) if routing != usual}
+        changed = replace(self, preset=preset, num_streams=usual.num_streams, router=routers[preset], routers=own)
+        assert changed.routings() == list(routings)
+        return changed
+
+    def _checked_routers(self) -> dict[str, Any]:
+        expected = "expected overrides by the number of a site, such as {'3': {'rank': 4}}"
+        if not isinstance(self.routers, Mapping):
+            raise ValueError(f"routers is {self.routers!r}; {expected}")
+        for key, overrides in self.routers.items():
+            if str(key) not in map(str, range(self.num_sites)):
+                raise ValueError(
+                    f"routers has a site {key!r}; a model of depth {self.depth} has 0 to {self.num_sites - 1}"
+                )
+            if not isinstance(overrides, Mapping):
+                raise ValueError(f"routers[{key!r}] is {overrides!r}; {expected}")
+        # JSON has no keys but strings, and the order in which sites were named says nothing.
+        return {str(key): _plain(self.routers[key]) for key in sorted(self.routers, key=int)}
+
+    def _check_routing(self) -> None:
+        try:
+            usual = self.routing()
+        except TypeError as error:
+            raise ValueError(f"router is {self.router!r}: {error}") from error
+        for key, overrides in self.routers.items():
+            try:
+                routing = self.routing(int(key))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"routers[{key!r}] is {overrides!r}: {error}") from error
+            # A residual site adds to all streams there are.
+            if routing.mixer is not None and routing.num_streams != usual.num_streams:
+                raise ValueError(
+                    f"routers[{key!r}] has {routing.num_streams} streams and the model {usual.num_streams}; "
+                    "expected the same at every site"
+                )
 
     def with_(self, **changes: Any) -> ModelConfig:
         """The same model with some fields changed."""
@@ -85,7 +138,11 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold; `from_dict` reads them back."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        if not self.routers:
+            # As before there were any, so that the folders and recipes of most models stay as they are.
+            del values["routers"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -98,6 +155,19 @@ class ModelConfig:
         if missing := [key for key in ("depth", "vocab_size", "context") if key not in values]:
             raise ValueError(f"the model configuration lacks {', '.join(missing)}")
         return cls(**values)
+
+
+def _difference(routing: temper.RouterConfig, base: temper.RouterConfig) -> dict[str, Any]:
+    """The overrides that make one configuration of another of the same size."""
+    before = base.to_dict()
+    size = ("num_streams", "dim")
+    return {key: value for key, value in routing.to_dict().items() if key not in size and value != before[key]}
+
+
+def _others(routing: temper.RouterConfig, base: temper.RouterConfig) -> int:
+    """How many heads have generators of another kind: a name should tell the kind, whatever the rank."""
+    names = ([choice and choice.name for choice in (one.pre, one.res, one.post)] for one in (routing, base))
+    return sum(map(ne, *names))
 
 
 def _plain(value: Any) -> Any:

@@ -39,11 +39,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and inside a hyper-connection."""
 
-    def __init__(self, config: ModelConfig, routing: temper.RouterConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, routings: list[temper.RouterConfig], layer: int) -> None:
         super().__init__()
         self.attention, self.mlp = Attention(config, layer), MLP(config)
-        self.attention_site = temper.HyperConnection(routing, layer_index=2 * layer)
-        self.mlp_site = temper.HyperConnection(routing, layer_index=2 * layer + 1)
+        self.attention_site, self.mlp_site = (
+            temper.HyperConnection(routings[site], layer_index=site) for site in (2 * layer, 2 * layer + 1)
+        )
 
     def forward(self, streams: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache | None = None) -> Tensor:
         # Nobody but the model has its streams, so that without autograd one buffer is enough for all sites.
@@ -78,14 +79,14 @@ class GPT(nn.Module):
             raise TypeError(f"expected a ModelConfig, got {type(config).__name__}")
         self.config = config
         self.checkpoint_blocks = config.checkpoint_blocks
-        routing = config.routing()
-        self.num_streams = routing.num_streams
+        routings = config.routings()
+        self.num_streams = config.routing().num_streams
         device = torch.get_default_device()
         # Built without memory, so that no random number is drawn but by reset_parameters.
         with torch.device("meta"):
             self.embedding = nn.Embedding(config.vocab_size, config.width)
             self.rotary = Rotary(config.context, config.head_dim, config.rope_base)
-            self.blocks = nn.ModuleList(Block(config, routing, layer) for layer in range(config.num_layers))
+            self.blocks = nn.ModuleList(Block(config, routings, layer) for layer in range(config.num_layers))
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.recompute:
             temper.recompute(self)
@@ -180,9 +181,8 @@ class GPT(nn.Module):
         config, counts = self.config, self.num_parameters()
         linear = counts["blocks"] + counts["head"]
         attention = 12 * config.width * config.context * config.num_layers
-        routing = 0
-        if not config.routing().is_residual:
-            routing = 3 * len(self.sites()) * temper.cost(config.routing(), config.context).flops // config.context
+        routed = (routing for routing in config.routings() if not routing.is_residual)
+        routing = 3 * sum(temper.cost(routing, config.context).flops for routing in routed) // config.context
         return 6 * linear + attention + routing
 
     def memory_estimate(self, tokens: int) -> dict[str, int]:
@@ -194,11 +194,13 @@ class GPT(nn.Module):
         weight, width = self.head.weight, config.width
         size = weight.element_size()
         # Kept by a block, per token: two normed inputs, query, key, value, what attention gives, and 4 D in the MLP.
-        sites = 2 * temper.cost(config.routing(), tokens, dtype=weight.dtype).activation_bytes
-        block = tokens * 10 * width * size + sites
-        kept = config.num_layers * block
+        sites = [temper.cost(routing, tokens, dtype=weight.dtype).activation_bytes for routing in config.routings()]
+        blocks = [
+            tokens * 10 * width * size + sum(sites[2 * layer : 2 * layer + 2]) for layer in range(config.num_layers)
+        ]
+        kept = sum(blocks)
         if self.checkpoint_blocks:
-            kept = config.num_layers * tokens * self.num_streams * width * size + block
+            kept = config.num_layers * tokens * self.num_streams * width * size + max(blocks)
         chunk = min(tokens, chunk_size(weight.device))
         # Embedding, features and their gradient; the logits of a chunk, their softmax and a scaled copy.
         edges = 4 * tokens * width * size + 3 * chunk * config.vocab_size * 4

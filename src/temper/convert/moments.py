@@ -1,0 +1,130 @@
+"""What the generators of a model see on data: mean and covariance of the normed streams of every site.
+
+Letters: c = N * D entries of a token's streams, n tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from temper.connection import HyperConnection
+from temper.precision import no_autocast, widen
+from temper.routing import Routing
+
+# Tokens whose products are summed in the precision of routing before they are added in float64.
+CHUNK = 1024
+# Variance that is nothing, as a share of the second moment: products in float32 are no better.
+ROUNDING = 1e-6
+# What is added to every variance, as a share of their mean: a direction that these data do not show is not one that
+# no data will show, and without this a fit may do there whatever it likes (streams start as copies of each other).
+RIDGE = 1e-2
+# Bytes of all covariances together, beyond which they live in files that the system pages in and out.
+LIMIT = 2 << 30
+
+
+class Moment(NamedTuple):
+    """What one site has seen, in float64; Hhat is what its generators are given: normed, with the gain.
+
+    Args:
+        mean: E[vec(Hhat)], entry n * D + d.
+        covariance: E[vec(Hhat) vec(Hhat)^T] - mean mean^T, with RIDGE times its mean diagonal added to the diagonal.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    tokens: int
+
+
+@contextmanager
+def moments(model: nn.Module, *, limit: int = LIMIT) -> Iterator[Mapping[str, Moment]]:
+    """Collects the moments of every routed site, by its name in the model, over the forward passes inside the `with`.
+
+        with temper.convert.moments(model) as seen:
+            for ids in batches:
+                model(ids)
+        temper.convert.compress(model, "tucker", rank=(2, 12), moments=seen)
+
+    What is yielded is empty until the `with` ends.
+
+    Args:
+        limit: if all covariances, 8 (N D)^2 bytes each, would take more than this, they are kept in files
+            without a name in the folder for temporary files.
+    """
+    sites = routed_sites(model)
+    sizes = {name: site.config.num_streams * site.config.dim for name, site in sites.items()}
+    in_files = sum(8 * size**2 for size in sizes.values()) > limit
+    tallies = {name: _Tally(size, in_files) for name, size in sizes.items()}
+    before = {name: site.observers for name, site in sites.items()}
+    seen: dict[str, Moment] = {}
+    for name, site in sites.items():
+        site.observers = (*site.observers, tallies[name].see)
+    try:
+        yield seen
+    finally:
+        for name, site in sites.items():
+            site.observers = before[name]
+    if unseen := [name for name, tally in tallies.items() if not tally.tokens]:
+        raise ValueError(f"no tokens went through {', '.join(unseen)}: run the model inside `with moments(model)`")
+    for name in list(tallies):
+        seen[name] = tallies.pop(name).settle()
+
+
+def routed_sites(model: nn.Module) -> dict[str, HyperConnection]:
+    """The hyper-connections of a model that have generators, by name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a module, got {type(model).__name__}")
+    sites = {name: site for name, site in model.named_modules() if isinstance(site, HyperConnection)}
+    routed = {name: site for name, site in sites.items() if not site.config.is_residual}
+    if not routed:
+        what = "only plain residuals" if sites else "no HyperConnection"
+        raise ValueError(f"{type(model).__name__} has {what}: there are no generators in it")
+    return routed
+
+
+class _Tally:
+    """The sums of one site."""
+
+    def __init__(self, size: int, in_file: bool) -> None:
+        self.tokens = 0
+        self.total_c = torch.zeros(size, dtype=torch.float64)
+        self.products_cc = _square(size, in_file)
+
+    @torch.no_grad()
+    def see(self, site: HyperConnection, streams: Tensor, routing: Routing) -> None:
+        """Takes one forward pass into account."""
+        with no_autocast(streams):
+            wide = widen(streams)
+            normed = wide * site.norm.rstd(wide)
+            gain = site.norm.gain()
+            if gain is not None:
+                normed = normed * gain.to(normed.dtype)
+            for part_nc in normed.reshape(-1, len(self.total_c)).split(CHUNK):
+                self.tokens += len(part_nc)
+                self.total_c += part_nc.double().sum(0).to(self.total_c.device)
+                self.products_cc += (part_nc.T @ part_nc).to(self.products_cc)
+
+    def settle(self) -> Moment:
+        """The moments, in the memory of the sums."""
+        mean, second = self.total_c.div_(self.tokens), self.products_cc.div_(self.tokens)
+        noise = ROUNDING * second.trace()
+        covariance = second.addr_(mean, mean, alpha=-1)
+        # What does not vary may come out below nothing, which no covariance is.
+        covariance.diagonal().clamp_(min=0)
+        if covariance.trace() <= noise:
+            covariance.zero_()
+        covariance.diagonal().add_(RIDGE * covariance.diagonal().mean())
+        return Moment(mean, covariance, self.tokens)
+
+
+def _square(size: int, in_file: bool) -> Tensor:
+    if not in_file:
+        return torch.zeros(size, size, dtype=torch.float64)
+    # The name goes at once, the file itself when nobody has the tensor any more.
+    with tempfile.NamedTemporaryFile(prefix="temper-moment-") as file:
+        return torch.from_file(file.name, shared=True, size=size**2, dtype=torch.float64).view(size, size)

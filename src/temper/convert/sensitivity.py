@@ -1,0 +1,49 @@
+"""How much the loss of a model minds an error in the logits of each generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from temper.config import HEADS
+from temper.convert.moments import routed_sites
+
+# By site and head.
+Sensitivities = dict[str, dict[str, float]]
+
+
+def sensitivities(model: nn.Module, losses: Iterable[Tensor]) -> Sensitivities:
+    """The mean square of d loss / d bias of every head, over the losses of some texts.
+
+    The loss is nearly flat in some logits (a mixer that stays near the identity does not care) and steep in others:
+    to second order an error e of a logit costs this number times e^2, up to a factor that all have in common.
+
+        temper.convert.sensitivities(model, (model.loss(row, targets) for row, targets in rows))
+
+    Args:
+        losses: one scalar for every text, made when it is asked for.
+    """
+    sites = routed_sites(model)
+    keys = [(name, head) for name in sites for head in HEADS]
+    biases = [getattr(sites[name], head).bias for name, head in keys]
+    had = [bias.requires_grad for bias in biases]
+    sums, seen = torch.zeros(len(biases), dtype=torch.float64), 0
+    for bias in biases:
+        bias.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            for loss in losses:
+                grads = torch.autograd.grad(loss, biases)
+                sums += torch.stack([grad.double().square().mean().cpu() for grad in grads])
+                seen += 1
+    finally:
+        for bias, needed in zip(biases, had, strict=True):
+            bias.requires_grad_(needed)
+    if not seen:
+        raise ValueError("no losses: expected at least one")
+    found: Sensitivities = {name: {} for name in sites}
+    for (name, head), value in zip(keys, (sums / seen).tolist(), strict=True):
+        found[name][head] = value
+    return found

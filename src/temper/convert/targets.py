@@ -1,0 +1,74 @@
+"""The generators of a model, one by one, with what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from temper.config import HEADS
+from temper.connection import HyperConnection
+from temper.convert.moments import Moment, routed_sites
+from temper.convert.sensitivity import Sensitivities
+from temper.generators import Generator
+from temper.generators.per_stream import PerStream
+from temper.router import Head
+
+
+class Target(NamedTuple):
+    """One generator that is to be replaced."""
+
+    site_name: str
+    site: HyperConnection
+    head_name: str
+    moment: Moment | None
+    sensitivity: float
+
+    @property
+    def head(self) -> Head:
+        return getattr(self.site, self.head_name)
+
+    @property
+    def measure(self) -> Tensor | None:
+        return None if self.moment is None else self.moment.covariance
+
+    @property
+    def share(self) -> float:
+        """What a squared error of this generator counts among others."""
+        return self.head.gate.item() ** 2 * self.sensitivity
+
+
+def targets_of(
+    model: nn.Module, moments: Mapping[str, Moment] | None, sensitivities: Sensitivities | None
+) -> list[Target]:
+    """Every generator, or a ValueError for what cannot be compressed."""
+    targets = []
+    for name, site in routed_sites(model).items():
+        for what, given in (("moments", moments), ("sensitivities", sensitivities)):
+            if given is not None and name not in given:
+                raise ValueError(f"{what} has nothing of {name!r}; expected those of this model")
+        for head in HEADS:
+            generator = getattr(site, head).generator
+            if isinstance(generator, PerStream):
+                raise ValueError(
+                    f"{name}: {head} is a per-stream generator (HC's), one small map that all streams share; "
+                    "a low-rank form of it would be larger or lose streams, so there is nothing to compress"
+                )
+            if not all(torch.isfinite(tensor).all() for tensor in generator.state_dict().values()):
+                raise ValueError(f"{name}: {head} has values that are not finite")
+            moment = None if moments is None else moments[name]
+            targets.append(Target(name, site, head, moment, sensitivities[name][head] if sensitivities else 1.0))
+    return targets
+
+
+def dense_of(generator: Generator) -> Tensor:
+    """W from stored tensors that are widened before they meet."""
+    dtype = torch.promote_types(next(iter(generator.state_dict().values())).dtype, torch.float32)
+    in_map, out_map = generator.maps(dtype)
+    return torch.tensordot(in_map.movedim(0, -1), out_map, dims=1)
+
+
+def size_of(generator: Generator) -> int:
+    return sum(tensor.numel() for tensor in generator.state_dict().values())
