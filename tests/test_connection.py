@@ -95,6 +95,7 @@ def test_a_branch_that_returns_something_else(out):
         hc(torch.randn(3, 4, 6))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_one_stream_is_the_plain_residual_bit_for_bit(name, dtype):
@@ -134,6 +135,7 @@ def test_expand_copies_and_reduce_sums():
     torch.testing.assert_close(temper.reduce_streams(streams), 4 * x)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ROUTED)
 def test_state_dict_keys_are_the_public_ones(name):
     hc = site(name)
@@ -175,6 +177,7 @@ def test_deepcopy_pickle_and_state_dict_give_the_same_module(name):
     assert torch.equal(other(streams), expected)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", PRESETS)
 def test_meta_then_to_empty_then_reset_is_like_building(name):
     config = temper.preset(name, num_streams=4, dim=6)

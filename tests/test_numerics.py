@@ -279,6 +279,7 @@ def built_on_meta(config, layer_index=0):
 BUILDS = pytest.mark.parametrize("build", [built, built_on_meta])
 
 
+@pytest.mark.once
 @BUILDS
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "hc"])
 @pytest.mark.parametrize(("num_streams", "layer_index"), [(2, 0), (4, 7), (3, 5)])
@@ -295,6 +296,7 @@ def test_initial_gates_gain_and_biases_of_reading_and_writing(build, preset, num
         assert torch.equal(state["norm.weight"], torch.ones(num_streams, 5))
 
 
+@pytest.mark.once
 @BUILDS
 @pytest.mark.parametrize("gain", ["full", "rank-one", "feature", "none"])
 def test_every_gain_starts_at_one(build, gain):
@@ -320,6 +322,7 @@ def initial_res_bias(mixer, num_streams):
     )
 
 
+@pytest.mark.once
 @BUILDS
 @pytest.mark.parametrize("mixer", ["sinkhorn", "birkhoff", "kronecker", "unconstrained"])
 @pytest.mark.parametrize("num_streams", [2, 3, 4, 6])
@@ -352,6 +355,7 @@ def test_initial_values_of_hc(build, layer_index):
         assert torch.equal(state[key], value), key
 
 
+@pytest.mark.once
 @BUILDS
 @pytest.mark.parametrize("preset", ["mhc", "mhc-lite", "kromhc"])
 def test_dense_weights_start_at_zero(build, preset):
@@ -377,6 +381,7 @@ DEVIATIONS = [
 ]
 
 
+@pytest.mark.once
 @BUILDS
 @pytest.mark.parametrize(("preset", "overrides", "std"), DEVIATIONS)
 def test_factors_start_normal_with_the_deviation_of_their_rank(build, preset, overrides, std):
