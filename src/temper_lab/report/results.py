@@ -137,7 +137,13 @@ class Study:
 
     def at(self, label: str, streams: int) -> tuple[Run, ...]:
         """All runs of a method at N, whatever became of them."""
-        return tuple(run for run in self.runs if run.label == label and (run.is_residual or run.streams == streams))
+        # A mean over more seeds than the others have is not a mean to stand beside theirs.
+        seeds = {run.seed for run in self.runs if run.streams == streams and not run.is_residual}
+        return tuple(
+            run
+            for run in self.runs
+            if run.label == label and (run.streams == streams or (run.is_residual and (run.seed in seeds or not seeds)))
+        )
 
     def measured(self, label: str, streams: int) -> dict[int, Run]:
         """By seed, the runs of a method that finished with a bpb."""
