@@ -53,7 +53,7 @@ def main_table(study: Study) -> Table:
         f"D = {paper()['dim']} and {paper()['sites']} sites, also for methods that the paper does not have. {SCALE}"
     )
     if study.baseline is not None and len(study.streams) > 1:
-        note += " Residual has one stream whatever N is: the same runs, of the seeds that the others have, stand at every N."
+        note += " Residual has one stream whatever N is: the same runs stand at every N, of the seeds that others have."
     return Table(
         "main", f"{study.name}: methods beside the paper's table 1", tuple(rows), tuple(columns), note, "streams"
     )
