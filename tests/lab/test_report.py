@@ -95,9 +95,12 @@ class Page(HTMLParser):
 
 
 def numbers_of(raw, label, streams, name):
-    """The final numbers of a method, straight from the file."""
+    """The final numbers of a method, straight from the file; residual has those of the seeds that others have at N."""
     runs = [run for run in raw["runs"] if run["label"] == label and run["status"] == "finished"]
-    return [run["final"][name] for run in runs if run["preset"] == "residual" or run["streams"] == streams]
+    if label == "residual":
+        seeds = {run["seed"] for run in raw["runs"] if run["streams"] == streams}
+        return [run["final"][name] for run in runs if run["seed"] in seeds]
+    return [run["final"][name] for run in runs if run["streams"] == streams]
 
 
 def shown(values, digits=4):
