@@ -163,7 +163,7 @@ def test_a_base_is_overridden_and_its_study_left_behind(tmp_path):
     (tmp_path / "mine.toml").write_text('base = "demo"\n[train]\nsteps = 7\n')
     (tmp_path / "more.toml").write_text('base = "mine.toml"\n[data]\ncorpus = "x"\n[compare]\nseeds = [3]\n')
     settings, section = recipe.load_study(tmp_path / "more.toml")
-    assert recipe.load("demo").changes(settings) == ["train.steps was 100, is 7", "data.corpus was 'sotu', is 'x'"]
+    assert recipe.load("demo").changes(settings) == ["train.steps was 140, is 7", "data.corpus was 'sotu', is 'x'"]
     assert section == {"seeds": [3]}
     assert recipe.load_study(tmp_path / "mine.toml")[1] == {}
     (tmp_path / "loop.toml").write_text('base = "loop.toml"\n')
