@@ -26,13 +26,13 @@ from torch import Tensor
 
 from temper.convert import compress, moments
 from temper_lab.checkpoint.files import write_whole
-from temper_lab.compress.settings import parse_rank
 from temper_lab.data import Loader, open_corpus, validation_batches
 from temper_lab.eval import bits_per_byte
 from temper_lab.figures import check_target, save
 from temper_lab.load import load
 from temper_lab.model import GPT
 from temper_lab.progress import Bar, duration
+from temper_lab.ranks import parse_rank
 
 RANKS = {
     "tucker": ["1x1", "2x2", "2x4", "2x12", "3x24", "4x48"],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
 # Seconds between plain lines.
 PAUSE = 10.0
@@ -86,6 +87,14 @@ def waiting(what: str, *, is_shown: bool = True) -> Iterator[Callable[[str], Non
 
     with Console(stderr=True).status(what) as status:
         yield lambda words: status.update(f"{what} {words}")
+
+
+def console(width: int) -> Console:
+    """For tables: the terminal, or, into a file or a pipe, as wide as they are."""
+    from rich.console import Console
+
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=width)
 
 
 def duration(seconds: float) -> str:

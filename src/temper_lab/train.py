@@ -11,13 +11,14 @@ import torch
 
 from temper_lab import plan
 from temper_lab import run as runs
-from temper_lab.data import Corpus, open_corpus
+from temper_lab.data import Corpus
 from temper_lab.distributed import World, session
 from temper_lab.interrupt import StopWish
 from temper_lab.load import load
 from temper_lab.memory import keep_freed_memory
 from temper_lab.model import GPT
 from temper_lab.progress import waiting
+from temper_lab.provenance import corpus_of
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
 from temper_lab.tokenizer import FILE_NAME, Tokenizer
@@ -73,14 +74,6 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
             if world.size == 1:
                 wish.forget()
     return code
-
-
-def corpus_of(recipe: Recipe) -> Corpus:
-    """The documents that a recipe reads, or a ValueError if they are not there."""
-    data = recipe.data
-    if "climbmix" in data.corpus and not Path(data.corpus).exists():
-        raise ValueError(f"{data.corpus} is not there: temper data download --shards K --folder {data.corpus}")
-    return open_corpus(data.corpus, val_fraction=data.val_fraction, max_chars=data.max_chars or None)
 
 
 def _check_start(recipe: Recipe) -> None:

@@ -12,10 +12,10 @@ from temper.config import HEADS
 from temper_lab.checkpoint import save_model
 from temper_lab.cli import main
 from temper_lab.compress import Settings, compress
-from temper_lab.compress.settings import parse_rank
 from temper_lab.data import open_corpus
 from temper_lab.load import load
 from temper_lab.model import GPT, ModelConfig
+from temper_lab.ranks import parse_rank, show_rank
 from temper_lab.recipe import Recipe
 from temper_lab.tokenizer import Tokenizer
 
@@ -214,6 +214,9 @@ def test_refusals_write_nothing(mhc, models, corpus_folder, tmp_path, capsys):
 
 def test_ranks_as_people_write_them():
     assert [parse_rank(text) for text in ("8", "2x12", "2X12x3", "0.1", "1.0")] == [8, (2, 12), (2, 12, 3), 0.1, 1.0]
+    assert [show_rank(rank) for rank in (8, (2, 12), [2, 12, 3], 0.1)] == ["8", "2x12", "2x12x3", "0.1"]
+    with pytest.raises(ValueError, match="'2by12'; expected a number"):
+        parse_rank("2by12")
 
 
 def test_routers_in_configurations():

@@ -8,14 +8,14 @@ import torch
 
 import temper
 from temper import theory
-from temper_lab import checkpoint
+from temper_lab import checkpoint, recipe
 from temper_lab.cli import main
 from temper_lab.data import open_corpus
 from temper_lab.figures.theory import draw
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.model.functional import rms_norm
 from temper_lab.run import RunFolder
-from temper_lab.theory import neighbour, parse_rank, study, with_neighbours
+from temper_lab.theory import neighbour, study, with_neighbours
 from temper_lab.theory.show import summary
 from temper_lab.tokenizer import Tokenizer
 
@@ -90,11 +90,6 @@ class TestNeighbours:
         assert other.config == site.config
         one, two = site.res.generator.to_dense(), other.res.generator.to_dense()
         assert 1e-3 < ((one - two).norm() / one.norm()).item() < 0.2
-
-    def test_ranks_as_people_write_them(self):
-        assert [parse_rank(text) for text in (None, "8", "2x12", "0.1")] == [None, 8, (2, 12), 0.1]
-        with pytest.raises(ValueError, match="'2by12'; expected a number"):
-            parse_rank("2by12")
 
 
 class TestStudy:
@@ -212,7 +207,8 @@ class TestCommand:
         save(run / "model", network_of("temper-cp", tokenizer), tokenizer)
         here, moved = str(corpus_folder), str(tmp_path / "moved")
         for model, corpus, name in ((run, here, here), (run / "model", here, here), (run, moved, "sotu")):
-            RunFolder(run).write(recipe={"data": {"corpus": corpus, "val_fraction": 0.1, "max_chars": 0}})
+            data = {"corpus": corpus, "val_fraction": 0.1, "max_chars": 0}
+            RunFolder(run).write(recipe={**recipe.load("cpu-smoke").to_dict(), "data": data})
             assert main(["theory", "--model", str(model), "--tokens", "30", "--json", str(file)]) == 0
             assert json.loads(file.read_text())["text"] == f"validation text of {name}"
 

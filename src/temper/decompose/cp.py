@@ -17,10 +17,9 @@ from torch import Tensor
 
 from temper.decompose.descent import PLAIN, WEIGHTED, Effort, State, best
 from temper.decompose.moment import Moment, Problem, solve
-from temper.decompose.steps import feature_step, holding, stream_step
+from temper.decompose.steps import INNER, feature_step, holding, stream_step
 
 RIDGE = 1e-12
-INNER = 3
 
 
 def cp(weight: Tensor, rank: int, effort: Effort, *, first: State) -> State:
@@ -103,11 +102,10 @@ def weighted_cp(weight: Tensor, rank: int, moment: Moment, effort: Effort, *, fi
     def error(state: State) -> float:
         return problem.error(state[0][:, None] * state[1], columns(state[2:]).T)
 
-    (stream_root, stream_back), (feature_root, feature_back) = moment.roots()
-    white = torch.einsum("nm,dc,mco->ndo", stream_root, feature_root, problem.weight).view(weight.shape)
+    white, (stream_root, stream_back), (feature_root, feature_back) = problem.white()
     plain = cp(weight, rank, effort, first=first)
     seen = (stream_root @ plain[0], feature_root @ plain[1], *plain[2:])
-    stream, feature, *outs = cp(white, rank, effort, first=seen)
+    stream, feature, *outs = cp(white.view(weight.shape), rank, effort, first=seen)
     starts = [plain, balanced((stream_back @ stream, feature_back @ feature, *outs))]
     random = effort.random()
     for _ in range(effort.restarts):

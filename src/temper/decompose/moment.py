@@ -60,6 +60,11 @@ class Problem:
         self.moment, self.weight = moment, weight_NDO
         self.seen = moment.apply(weight_NDO)
 
+    def white(self) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """W (N, D, O) in the measure of the S that separates, and that measure's roots and inverses for N and for D."""
+        streams, features = self.moment.roots()
+        return torch.einsum("nm,dc,mco->ndo", streams[0], features[0], self.weight), streams, features
+
     def pull(self, ins_NDR: Tensor, out_RO: Tensor) -> Tensor:
         """S (W - What), half the negative gradient, for What = ins out: S meets R columns and not O."""
         return self.seen - self.moment.apply(ins_NDR) @ out_RO

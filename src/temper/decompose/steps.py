@@ -8,15 +8,26 @@ R bottleneck, O outputs (flattened).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from temper.decompose.descent import State
 from temper.decompose.moment import Moment, Problem, factor, solve
 
+# Rounds over streams and outputs between two over the features, which are the dear ones.
+INNER = 3
 # Up to this many unknowns a system is solved by elimination; above it, by conjugate gradients.
 DIRECT = 1200
 GRADIENTS = 25
+
+
+class Outputs(NamedTuple):
+    """How a generator stores Q: its rows (R, O), and better outputs for X (K, O), whose first mode is free."""
+
+    rows: Callable[[State], Tensor]
+    improve: Callable[[Tensor, State], State]
 
 
 def basis_of(middle_ADR: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,6 +40,18 @@ def basis_of(middle_ADR: Tensor) -> tuple[Tensor, Tensor]:
 def middle_of(mixed_ABR: Tensor, factor_DB: Tensor) -> Tensor:
     """B (A, D, R) from F and C."""
     return torch.einsum("abr,db->adr", mixed_ABR, factor_DB)
+
+
+def alternate(problem: Problem, stream_NA: Tensor, middle_ADR: Tensor, outs: State, form: Outputs) -> State:
+    """(A, B, outputs..) after one step in the outputs together with B, and one in the streams."""
+    target, root = without_features(problem, stream_NA, middle_ADR, form.rows(outs))
+    outs = form.improve(root, outs)
+    rows_RO = form.rows(outs)
+    middle_ADR = (target @ rows_RO.T).view(middle_ADR.shape)
+    if stream_NA.shape[1] < stream_NA.shape[0]:
+        stream_NA, rest = torch.linalg.qr(stream_step(problem, rows_RO, stream_NA, middle_ADR))
+        middle_ADR = torch.tensordot(rest, middle_ADR, dims=1)
+    return (stream_NA, middle_ADR, *outs)
 
 
 def without_features(problem: Problem, stream_NA: Tensor, middle_ADR: Tensor, out_RO: Tensor) -> tuple[Tensor, Tensor]:

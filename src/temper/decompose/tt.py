@@ -12,7 +12,7 @@ from torch import Tensor
 
 from temper.decompose.descent import PLAIN, WEIGHTED, Effort, State, best
 from temper.decompose.moment import Moment, Problem
-from temper.decompose.steps import stream_step, without_features
+from temper.decompose.steps import Outputs, alternate
 
 
 def useful_bonds(modes: Sequence[int], bonds: Sequence[int]) -> tuple[int, ...]:
@@ -45,33 +45,20 @@ def weighted_tt(weight: Tensor, bonds: Sequence[int], moment: Moment, effort: Ef
     """The best chain found in the measure of a moment; not worse than the plain one."""
     bonds = useful_bonds(weight.shape, bonds)
     problem = Problem(moment, weight.flatten(2))
+    form = Outputs(_rows, lambda root, outs: _improve(root.view(-1, *weight.shape[2:]), outs))
 
     def sweep(state: State) -> State:
-        stream, middle, outs = state[0][0], state[1], state[2:]
-        target, root = without_features(problem, stream, middle, _rows(outs))
-        outs = _improve(root.view(-1, *weight.shape[2:]), outs)
-        rows_RO = _rows(outs)
-        middle = (target @ rows_RO.T).view(middle.shape)
-        if stream.shape[1] < stream.shape[0]:
-            stream, rest = torch.linalg.qr(stream_step(problem, rows_RO, stream, middle))
-            middle = torch.tensordot(rest, middle, dims=1)
-        return (stream[None], middle, *outs)
+        stream, *rest = alternate(problem, state[0][0], state[1], state[2:], form)
+        return (stream[None], *rest)
 
     def error(state: State) -> float:
         return problem.error(torch.tensordot(state[0][0], state[1], dims=1), _rows(state[2:]))
 
-    (stream_root, stream_back), (feature_root, feature_back) = moment.roots()
-    white = torch.einsum("nm,dc,mco->ndo", stream_root, feature_root, problem.weight).view(weight.shape)
-    first, second, *rest = tt(white, bonds, effort)
+    white, (_, stream_back), (_, feature_back) = problem.white()
+    first, second, *rest = tt(white.view(weight.shape), bonds, effort)
     back = (stream_back @ first, torch.einsum("dc,acr->adr", feature_back, second), *rest)
-    return best(
-        [_orthonormal(tt(weight, bonds, effort)), _orthonormal(back)],
-        sweep,
-        error,
-        effort,
-        exact=1e-28 * moment.square(weight),
-        usual=WEIGHTED,
-    )
+    starts = [_orthonormal(tt(weight, bonds, effort)), _orthonormal(back)]
+    return best(starts, sweep, error, effort, exact=1e-28 * moment.square(weight), usual=WEIGHTED)
 
 
 def dense(cores: State) -> Tensor:

@@ -13,10 +13,7 @@ from torch import Tensor
 
 from temper.decompose.descent import PLAIN, WEIGHTED, Effort, State, best
 from temper.decompose.moment import Moment, Problem
-from temper.decompose.steps import basis_of, feature_step, holding, middle_of, stream_step, without_features
-
-# Sweeps over streams and outputs between two over the features, which are the dear ones.
-INNER = 3
+from temper.decompose.steps import INNER, Outputs, alternate, basis_of, feature_step, holding, middle_of
 
 
 def useful_ranks(modes: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
@@ -65,27 +62,18 @@ def weighted_tucker(weight: Tensor, ranks: Sequence[int], moment: Moment, effort
     # Whether every B (A, D, R) has so few feature columns, so that they are free.
     free = ranks[1] == min(weight.shape[1], ranks[0] * math.prod(ranks[2:]))
 
-    def alternate(part: Problem, stream: Tensor, middle: Tensor, outs: State) -> State:
-        """(A, B, V..) after one step in the outputs with B, one in the streams."""
-        target, root = without_features(part, stream, middle, _rows(outs))
-        outs = _improve(root.view(-1, *weight.shape[2:]), outs)
-        rows_RO = _rows(outs)
-        middle = (target @ rows_RO.T).view(middle.shape)
-        if stream.shape[1] < stream.shape[0]:
-            stream, rest = torch.linalg.qr(stream_step(part, rows_RO, stream, middle))
-            middle = torch.tensordot(rest, middle, dims=1)
-        return (stream, middle, *outs)
+    form = Outputs(_rows, lambda root, outs: _improve(root.view(-1, *weight.shape[2:]), outs))
 
     def sweep(state: State) -> State:
         core, stream, feature, *outs = state
         mixed = core.flatten(2)
         if free:
-            stream, middle, *outs = alternate(problem, stream, middle_of(mixed, feature), tuple(outs))
+            stream, middle, *outs = alternate(problem, stream, middle_of(mixed, feature), tuple(outs), form)
             feature, mixed = basis_of(middle)
             return (mixed.reshape(ranks), stream, feature, *outs)
         inner = holding(problem, feature, torch.tensordot(stream, mixed, dims=1), _rows(tuple(outs)))
         for _ in range(INNER):
-            stream, mixed, *outs = alternate(inner, stream, mixed, tuple(outs))
+            stream, mixed, *outs = alternate(inner, stream, mixed, tuple(outs), form)
         feature, rest = torch.linalg.qr(feature_step(problem, _rows(tuple(outs)), stream, mixed, feature))
         return (torch.einsum("abr,cb->acr", mixed, rest).reshape(ranks), stream, feature, *outs)
 
@@ -93,24 +81,16 @@ def weighted_tucker(weight: Tensor, ranks: Sequence[int], moment: Moment, effort
         core, stream, feature, *outs = state
         return problem.error(torch.tensordot(stream, middle_of(core.flatten(2), feature), dims=1), _rows(tuple(outs)))
 
-    (stream_root, stream_back), (feature_root, feature_back) = moment.roots()
-    white = torch.einsum("nm,dc,mco->ndo", stream_root, feature_root, problem.weight).view(weight.shape)
+    white, (_, stream_back), (_, feature_back) = problem.white()
     plain = tucker(weight, ranks, effort)
-    core, stream, feature, *outs = tucker(white, ranks, effort)
+    core, stream, feature, *outs = tucker(white.view(weight.shape), ranks, effort)
     starts = [plain, _orthonormal((core, stream_back @ stream, feature_back @ feature, *outs))]
     random = effort.random()
     for _ in range(effort.restarts):
         stream, feature, *outs = (torch.randn(factor.shape, generator=random).double() for factor in plain[1:])
         # The first sweep finds the core, so none is needed.
         starts.append(_orthonormal((0 * core, stream_back @ stream, feature_back @ feature, *outs)))
-    return best(
-        starts,
-        sweep,
-        error,
-        effort,
-        exact=1e-28 * moment.square(weight),
-        usual=WEIGHTED,
-    )
+    return best(starts, sweep, error, effort, exact=1e-28 * moment.square(weight), usual=WEIGHTED)
 
 
 def dense(state: State) -> Tensor:

@@ -71,7 +71,7 @@ class MixerSuite:
     def test_as_smooth_as_it_says(self, num_streams: int, step: float) -> None:
         mixer = self.build(num_streams)
         if type(mixer).lipschitz is Mixer.lipschitz:
-            pytest.skip("says nothing")
+            pytest.skip("gives no Lipschitz constant")
         logits = torch.cat([self.logits(mixer, 50, scale=scale) for scale in (0.1, 1.0, 4.0)])
         other = logits + step * torch.randn_like(logits)
         res, other_res = mixer(logits), mixer(other)

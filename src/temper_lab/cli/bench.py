@@ -80,12 +80,10 @@ def bench(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    from rich.console import Console
-
     from temper_lab.bench.report import show
+    from temper_lab.progress import console
 
-    console = Console()
-    show(report, console if console.is_terminal else Console(width=160))
+    show(report, console(160))
     for name, path in (("json", out), ("figure", plot)):
         if path is not None:
             print(f"{name}: {path}")

@@ -65,7 +65,8 @@ def compress(
         device: Where to compute; "auto" is the GPU if there is one.
         as_json: Write the report to this file too.
     """
-    from temper_lab.compress.settings import Settings, parse_rank
+    from temper_lab.compress.settings import Settings
+    from temper_lab.ranks import parse_rank
 
     settings = Settings(
         model=model,
@@ -89,16 +90,14 @@ def compress(
     )
     if as_json is not None and as_json.is_dir():
         raise ValueError(f"cannot write JSON to {as_json}: it is a folder")
-    from rich.console import Console
-
     from temper_lab.checkpoint.files import write_whole
     from temper_lab.compress import compress as run
     from temper_lab.compress.report import show
+    from temper_lab.progress import console
 
     report = run(settings)
     if as_json is not None:
         as_json.parent.mkdir(parents=True, exist_ok=True)
         write_whole(as_json, json.dumps(report, indent=1) + "\n")
-    console = Console()
-    show(report, console if console.is_terminal else Console(width=160))
+    show(report, console(160))
     print(f"model: {out}")

@@ -80,9 +80,9 @@ def _titles(paths: list[Path]) -> list[str]:
 
 
 def _print_table(title: str, traces: list[Trace]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from temper_lab.progress import console
     from temper_lab.report.explorer.trace import summary
 
     tokens = sum(len(each.ids) for each in traces)
@@ -93,15 +93,14 @@ def _print_table(title: str, traces: list[Trace]) -> None:
     table = Table(*columns, box=None)
     for row in summary(traces):
         table.add_row(row["name"], *_cells(row))
-    console = Console()
-    console = console if console.is_terminal else Console(width=240)
-    console.print(f"{title}: {tokens:,} tokens in {texts}{mean}", highlight=False)
+    out = console(240)
+    out.print(f"{title}: {tokens:,} tokens in {texts}{mean}", highlight=False)
     if any(each.is_cut for each in traces):
-        console.print("a text is longer than the model's context: only its beginning was read")
+        out.print("a text is longer than the model's context: only its beginning was read")
     if traces[0].sites[0].routing.pre.shape[-1] == 1:
-        console.print("one stream, no routing: every site is x + f(x)")
+        out.print("one stream, no routing: every site is x + f(x)")
         return
-    console.print(table)
+    out.print(table)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

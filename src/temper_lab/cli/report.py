@@ -40,14 +40,11 @@ def report(
     if as_json:
         print(json.dumps(done.content.to_dict(), indent=2, allow_nan=False))
         return
-    from rich.console import Console
-
+    from temper_lab.progress import console
     from temper_lab.report.formats import as_rich
     from temper_lab.report.tables import SCALE
 
-    console = Console()
-    # Into a file or a pipe it goes as wide as it is.
-    (console if console.is_terminal else Console(width=240)).print(as_rich(done.content.tables["main"]))
+    console(240).print(as_rich(done.content.tables["main"]))
     for line in (*done.content.lines, SCALE):
         print(line)
     print(f"page: {done.page}")

@@ -36,8 +36,9 @@ def runs(
 
 
 def _print_table(lines: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from temper_lab.progress import console
 
     columns = ("run", "status", "step", "best bpb", "preset", "N", "recipe", "started")
     table = Table(*columns, box=None)
@@ -46,9 +47,7 @@ def _print_table(lines: list[dict[str, Any]]) -> None:
         step = "-" if line["step"] is None else f"{line['step']:,}/{line['steps']:,}"
         rest = (str(line.get(key, "-")) for key in ("preset", "num_streams", "recipe", "started"))
         table.add_row(line["run"], line["status"], step, best, *rest)
-    console = Console()
-    # Into a file or a pipe it goes as wide as it is.
-    (console if console.is_terminal else Console(width=240)).print(table)
+    console(240).print(table)
     for line in lines:
         if "error" in line:
             print(f"{line['run']}: {line['error']}")

@@ -52,10 +52,11 @@ def theory(
         raise ValueError("--text and --corpus are both text to look at; give one of them")
     if tokens < 2:
         raise ValueError(f"--tokens is {tokens}; expected at least 2")
-    from temper_lab.theory import parse_rank, study, with_neighbours
+    from temper_lab.ranks import parse_rank
+    from temper_lab.theory import study, with_neighbours
     from temper_lab.theory.texts import open_network, rows_of_text
 
-    wanted = parse_rank(rank)
+    wanted = None if rank is None else parse_rank(rank)
     _check_targets(plot, json_file)
     from temper_lab.progress import Bar
 
@@ -74,12 +75,10 @@ def theory(
         from temper_lab.figures.theory import draw
 
         draw(report, plot)
-    from rich.console import Console
-
+    from temper_lab.progress import console
     from temper_lab.theory.show import show
 
-    console = Console()
-    show(report, console if console.is_terminal else Console(width=160))
+    show(report, console(160))
     print(f"text: {source}")
     for name, path in (("json", json_file), ("figure", plot)):
         if path is not None:

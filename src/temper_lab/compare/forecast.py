@@ -17,8 +17,9 @@ from temper_lab.progress import duration
 
 def forecast(study: Study, folder: Path | None, session: Session) -> None:
     """Prints the grid with parameters and time."""
-    from rich.console import Console
     from rich.table import Table
+
+    from temper_lab.progress import console
 
     if folder is not None and folder.exists():
         check_folder(folder)
@@ -54,8 +55,7 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
         table.add_row(*known, f"{flops:,}", f"{len(open_runs)} of {len(cells)}", duration(seconds))
         if counts["frozen"]:
             notes.append(f"{first.method}, N={first.streams}: {counts['frozen']:,} more are stored and not trained")
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+    console(160).print(table)
     for note in notes:
         print(note)
     print(f"{train.steps:,} steps x {train.batch_tokens:,} tokens each; corpus {study.recipe.data.corpus}")

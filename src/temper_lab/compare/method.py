@@ -10,6 +10,7 @@ from typing import Any
 
 import temper
 from temper.registry import unknown
+from temper_lab.ranks import show_rank
 
 # What may stand in the name of a folder as well.
 WORD = re.compile(r"[A-Za-z][\w.-]*")
@@ -79,7 +80,7 @@ def _tidy(method: str, text: str) -> str:
     except json.JSONDecodeError:
         value = None
     if isinstance(value, list):
-        return "x".join(map(str, value))
+        return show_rank(value)
     if value is None or not isinstance(value, str | bool | int | float):
         raise ValueError(f"method {method!r}: {text!r} is not a value; expected 8, 0.1, 2x12, true, false or a name")
     return value if isinstance(value, str) else json.dumps(value)

@@ -16,11 +16,12 @@ from temper_lab.compare.runner import Entry, Runner
 from temper_lab.compare.session import Session, is_on_cpu
 from temper_lab.compare.study import FILE_NAME, MACHINE, Study, run_folder
 from temper_lab.compare.view import View
+from temper_lab.provenance import corpus_of
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
 from temper_lab.tokenizer import FILE_NAME as TOKENIZER
 from temper_lab.tokenizer import Tokenizer
-from temper_lab.train import corpus_of, train_tokenizer
+from temper_lab.train import train_tokenizer
 
 
 def compare(study: Study, folder: Path, session: Session) -> int:

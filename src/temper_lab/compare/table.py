@@ -43,8 +43,9 @@ def rows(results: Results) -> list[dict[str, Any]]:
 
 def show(results: Results) -> None:
     """Prints the table."""
-    from rich.console import Console
     from rich.table import Table
+
+    from temper_lab.progress import console
 
     found = rows(results)
     columns = ["method", "N", "added", "seeds", "first bpb", "final bpb", "to residual", "step"]
@@ -54,8 +55,7 @@ def show(results: Results) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in found:
         table.add_row(*_words(row), *([_number(row["core"])] if has_core else []))
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+    console(160).print(table)
 
 
 def _words(row: Mapping[str, Any]) -> Sequence[str]:

@@ -10,6 +10,7 @@ from temper.convert import Compressed
 from temper_lab.compress.settings import Settings
 from temper_lab.compress.subject import Subject
 from temper_lab.compress.text import Text
+from temper_lab.ranks import show_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +84,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for site in report["sites"]:
         for head, row in site["heads"].items():
             is_first = head == next(iter(site["heads"]))
-            cells = [site["site"] if is_first else "", head, _rank(row["rank"])]
+            cells = [site["site"] if is_first else "", head, show_rank(row["rank"])]
             cells += [f"{row['after']:,}", f"{row['after'] / row['before']:.1%}", f"{row['weight_error']:.2%}"]
             cells += [f"{row['data_error']:.2%}"] if is_calibrated else []
             gaps = site["deviation"] or {}
@@ -114,10 +115,6 @@ def lines(report: dict[str, Any]) -> list[str]:
             words += f" -> {bpb['finetuned']:.5f} ({bpb['finetuned'] - bpb['before']:+.2g}) after {steps} steps"
         said.append(f"{words} on {report['corpus']}")
     return [*said, report["note"]] if report["note"] else said
-
-
-def _rank(rank: Any) -> str:
-    return "x".join(map(str, rank)) if isinstance(rank, list) else str(rank)
 
 
 def _gap(gap: dict[str, float] | None) -> list[str]:

@@ -20,11 +20,12 @@ from temper_lab.checkpoint.files import dumps
 from temper_lab.compress.finetune import finetune
 from temper_lab.compress.report import make_report
 from temper_lab.compress.settings import Settings
-from temper_lab.compress.subject import Subject, open_subject, recipe_of
+from temper_lab.compress.subject import Subject, open_subject
 from temper_lab.compress.text import Batch, Text, open_text
 from temper_lab.distributed import precision, session
 from temper_lab.eval import bits_per_byte
 from temper_lab.progress import Bar, waiting
+from temper_lab.provenance import recipe_of
 
 FILE_NAME = "compress.json"
 # Rows of text, each with a backward pass.

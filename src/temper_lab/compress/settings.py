@@ -66,17 +66,3 @@ class Settings:
             raise ValueError("--plain is the decomposition of the weights alone; leave out --calibrate")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise ValueError(f"{self.out} is not empty; expected a new folder for the compressed model")
-
-
-def parse_rank(text: str) -> Rank:
-    """8, 2x12 or 0.1."""
-    parts = text.lower().split("x")
-    try:
-        if len(parts) == 1 and not text.isdigit():
-            return float(text)
-        numbers = tuple(int(part) for part in parts)
-    except ValueError as error:
-        raise ValueError(
-            f"--rank is {text!r}; expected a number like 8, numbers like 2x12, or a share like 0.1"
-        ) from error
-    return numbers[0] if len(numbers) == 1 else numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +14,6 @@ from temper_lab.checkpoint import save_model
 from temper_lab.eval.models import MAX_CONTEXT, is_theirs
 from temper_lab.load import load
 from temper_lab.model import GPT
-from temper_lab.model.functional import rms_norm
-from temper_lab.recipe import Recipe
-from temper_lab.run import RunFolder
 from temper_lab.tokenizer import FILE_NAME, Tokenizer
 
 Branch = Callable[[Tensor], Tensor]
@@ -66,9 +64,8 @@ class Ours:
         rotation = self.network.rotary(num_tokens)
         found: dict[str, Branch] = {}
         for index, block in enumerate(self.network.blocks):
-            attention, mlp = block.attention, block.mlp
-            found[f"blocks.{index}.attention_site"] = lambda x, f=attention: f(rms_norm(x), rotation)
-            found[f"blocks.{index}.mlp_site"] = lambda x, f=mlp: f(rms_norm(x))
+            found[f"blocks.{index}.attention_site"] = partial(block.attend, rotation=rotation)
+            found[f"blocks.{index}.mlp_site"] = block.think
         return found
 
     def write(self, out: Path, files: Mapping[str, str]) -> None:
@@ -115,15 +112,3 @@ class DeepSeek:
 def open_subject(path: Path, device: torch.device) -> Subject:
     """A model folder, the folder of a run, or a Hugging Face folder of a DeepSeek-V4."""
     return DeepSeek(path, device) if is_theirs(path) else Ours(*load(path, device=device))
-
-
-def recipe_of(path: Path) -> Recipe | None:
-    """What the model was trained with, if it is in the folder of its run."""
-    for folder in (RunFolder(path), RunFolder(path.absolute().parent)):
-        try:
-            if folder.is_run:
-                return Recipe.from_dict(folder.read()["recipe"], str(folder.path))
-        # A model can be compressed whatever has become of the notes on its training.
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return None

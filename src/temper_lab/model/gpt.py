@@ -50,9 +50,17 @@ class Block(nn.Module):
         # Nobody but the model has its streams, so that without autograd one buffer is enough for all sites.
         in_place = not torch.is_grad_enabled()
         x, state = self.attention_site.begin(streams)
-        streams = self.attention_site.finish(state, self.attention(rms_norm(x), rotation, cache), in_place=in_place)
+        streams = self.attention_site.finish(state, self.attend(x, rotation, cache), in_place=in_place)
         x, state = self.mlp_site.begin(streams)
-        return self.mlp_site.finish(state, self.mlp(rms_norm(x)), in_place=in_place)
+        return self.mlp_site.finish(state, self.think(x), in_place=in_place)
+
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache | None = None) -> Tensor:
+        """The branch of the attention's site."""
+        return self.attention(rms_norm(x), rotation, cache)
+
+    def think(self, x: Tensor) -> Tensor:
+        """The branch of the MLP's site."""
+        return self.mlp(rms_norm(x))
 
     def reset_parameters(self) -> None:
         """The branches start at nothing: their output matrices are zero."""

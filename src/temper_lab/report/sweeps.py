@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import temper
+from temper_lab.ranks import show_rank
 from temper_lab.report.charts import Axis, Chart, Mark, Panel, Rule, file_name
 from temper_lab.report.counts import added, option
 from temper_lab.report.formats import Row, Table
@@ -95,7 +96,7 @@ def _option_chart(study: Study, main: Table, sweep: Sweep) -> Chart:
     # Ranks that are tuples have no order of their own; their parameters have.
     order = sorted(sweep.values, key=lambda pair: pair[0] if numeric else (rows[pair[1]]["added"] or 0))
     places = [float(value) if numeric else float(place) for place, (value, _) in enumerate(order)]
-    ticks = tuple((x, _value(value)) for x, (value, _) in zip(places, order, strict=True))
+    ticks = tuple((x, show_rank(value)) for x, (value, _) in zip(places, order, strict=True))
     axis = Axis(f"{sweep.option} of {sweep.preset}", numeric, ticks)
     found = [(x, rows[label]) for x, (_, label) in zip(places, order, strict=True)]
     looks = styles(study.preset_of)
@@ -110,8 +111,8 @@ def _option_chart(study: Study, main: Table, sweep: Sweep) -> Chart:
             sweep.preset, style, tuple(x for x, _ in counts), tuple(row["added"] for _, row in counts), points=True
         )
         panels.append(Panel("added parameters", axis, Axis("added parameters"), (mark,)))
-    fixed = "".join(f", {key} = {_value(value)}" for key, value in sweep.fixed.items())
-    suffix = "".join(f"-{key}{_value(value)}" for key, value in sweep.fixed.items())
+    fixed = "".join(f", {key} = {show_rank(value)}" for key, value in sweep.fixed.items())
+    suffix = "".join(f"-{key}{show_rank(value)}" for key, value in sweep.fixed.items())
     return Chart(
         f"sweep-{file_name(f'{sweep.preset}{suffix}-{sweep.option}-n{sweep.streams}')}",
         f"{sweep.preset}: {sweep.option} at N = {sweep.streams}{fixed}",
@@ -168,7 +169,3 @@ def _metric_panel(study: Study, main: Table, streams: int | None, metric: str, a
 
 def _metrics(rows: Sequence[tuple[float, Row]]) -> list[str]:
     return [metric for metric in ("bpb", "core") if sum(row[metric] is not None for _, row in rows) > 1]
-
-
-def _value(value: Any) -> str:
-    return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import torch
 
@@ -34,37 +33,9 @@ def neighbour(site: temper.HyperConnection, to: str | None = None, rank: Rank = 
     One notch: what has no rank becomes Tucker at its default rank; of others every rank is lowered by one; where all
     are one, the stored tensors move by 1%.
     """
-    state = {key: value for key, value in site.state_dict().items() if ".generator." not in key}
-    choices = {}
-    for head in HEADS:
-        generator = getattr(site, head).generator
-        lower = _compressed(generator, to, rank)
-        # A copy that was only nudged keeps all its options.
-        options = {"rank": lower.rank} if lower.ranked else {}
-        same = lower.name == generator.name and options.get("rank") == getattr(generator, "rank", None)
-        choices[head] = getattr(site.config, head) if same else temper.Choice(lower.name, **options)
-        state |= {f"{head}.generator.{key}": value for key, value in lower.state_dict().items()}
-    weight = site.pre.gate
-    # Nothing random is drawn for values that are overwritten at once.
-    with torch.device("meta"):
-        other = temper.HyperConnection(replace(site.config, **choices), layer_index=site.layer_index)
-    other = other.to(weight.dtype).to_empty(device=weight.device)
-    other.load_state_dict(state)
+    other = copy.deepcopy(site)
+    other.set_generators(**{head: _compressed(getattr(site, head).generator, to, rank) for head in HEADS})
     return other
-
-
-def parse_rank(text: str | None) -> Rank:
-    """`8`, `2x12` (streams and features, or a number for each mode), or a share of the dense parameters like `0.1`."""
-    if text is None:
-        return None
-    parts = text.lower().split("x")
-    if all(part.isdigit() for part in parts):
-        numbers = tuple(int(part) for part in parts)
-        return numbers[0] if len(numbers) == 1 else numbers
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"--rank is {text!r}; expected a number, numbers like 2x12, or a fraction like 0.1") from None
 
 
 def _compressed(generator: Generator, to: str | None, rank: Rank) -> Generator:

@@ -18,7 +18,7 @@ from temper.config import HEADS
 from temper.mixers.sinkhorn import Sinkhorn
 from temper_lab.model import GPT
 from temper_lab.model.functional import rms_norm
-from temper_lab.model.gpt import Block
+from temper_lab.ranks import show_rank
 
 # A Jacobian has N^2 rows for every token: so many tokens say enough.
 JACOBIANS = 256
@@ -80,17 +80,9 @@ def _backbone(network: GPT) -> dict[str, Tensor]:
 def _steps(network: GPT, other: GPT, rotation: tuple[Tensor, Tensor]) -> Iterator[tuple[str, theory.Step]]:
     """Every pair of sites with the branch between them, by name, in the order in which they run."""
     for index, (mine, theirs) in enumerate(zip(network.blocks, other.blocks, strict=True)):
-        attend, think = partial(_attend, mine, rotation), partial(_think, mine)
+        attend = partial(mine.attend, rotation=rotation)
         yield f"block {index} attention", (mine.attention_site, theirs.attention_site, attend)
-        yield f"block {index} mlp", (mine.mlp_site, theirs.mlp_site, think)
-
-
-def _attend(block: Block, rotation: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-    return block.attention(rms_norm(x), rotation)
-
-
-def _think(block: Block, x: Tensor) -> Tensor:
-    return block.mlp(rms_norm(x))
+        yield f"block {index} mlp", (mine.mlp_site, theirs.mlp_site, mine.think)
 
 
 def _ranks(site: temper.HyperConnection, other: temper.HyperConnection) -> dict[str, Any]:
@@ -129,11 +121,7 @@ def _head(generator: temper.Generator, other: temper.Generator) -> dict[str, Any
 def describe(generator: temper.Generator) -> str:
     """`dense`, `cp 2`, `tucker 2x12x2x2`."""
     rank = getattr(generator, "rank", None)
-    return generator.name if rank is None else f"{generator.name} {'x'.join(map(str, _tuple(rank)))}"
-
-
-def _tuple(rank: int | tuple[int, ...]) -> tuple[int, ...]:
-    return rank if isinstance(rank, tuple) else (rank,)
+    return generator.name if rank is None else f"{generator.name} {show_rank(rank)}"
 
 
 def _mixer(site: temper.HyperConnection, streams: Tensor) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from temper_lab.data import open_corpus, validation_batches
+from temper_lab.data import Corpus, open_corpus, validation_batches
 from temper_lab.eval.models import is_theirs
 from temper_lab.load import load
 from temper_lab.model import GPT
-from temper_lab.run import RunFolder
+from temper_lab.provenance import corpus_of, recipe_of
 
 
 def open_network(path: Path) -> tuple[GPT, Any]:
@@ -43,22 +43,12 @@ def rows_of_text(
     return ids, targets, f"validation text of {opened.name}"
 
 
-def _open(path: Path, corpus: str | None) -> Any:
+def _open(path: Path, corpus: str | None) -> Corpus:
     if corpus is not None:
         return open_corpus(corpus)
-    settings = _data_settings(path)
+    recipe = recipe_of(path)
     try:
-        return open_corpus(
-            settings["corpus"], val_fraction=settings["val_fraction"], max_chars=settings["max_chars"] or None
-        )
+        return open_corpus("sotu") if recipe is None else corpus_of(recipe)
     # A run that was made elsewhere names a corpus that need not be here.
-    except (KeyError, ValueError, OSError):
+    except (ValueError, OSError):
         return open_corpus("sotu")
-
-
-def _data_settings(path: Path) -> dict[str, Any]:
-    """What the run of a model says of its data; a run keeps its model in a folder of its own."""
-    for folder in (path, path.absolute().parent):
-        if RunFolder(folder).is_run:
-            return RunFolder(folder).read().get("recipe", {}).get("data", {})
-    return {}

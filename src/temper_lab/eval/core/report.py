@@ -54,8 +54,9 @@ def as_csv(results: Results) -> str:
 
 
 def print_table(results: Results) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from temper_lab.progress import console
 
     table = Table(box=None)
     table.add_column("task")
@@ -64,8 +65,7 @@ def print_table(results: Results) -> None:
     for label, result in results.items():
         numbers = (f"{value:.4f}" for value in (result.accuracy, result.centered, result.baseline))
         table.add_row(label, *numbers, f"{result.items:,}", f"{result.seconds:.1f}")
-    console = Console()
-    (console if console.is_terminal else Console(width=240)).print(table)
+    console(240).print(table)
 
 
 def summary_lines(results: Results, *, baselines: str, max_per_task: int | None) -> list[str]:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from temper_lab.data import open_corpus
-from temper_lab.run import RunFolder
+from temper_lab.provenance import corpus_of, recipe_of
 from temper_lab.tokenizer import Tokenizer
 
 # Numbers, signs, a name and words that come again.
@@ -29,15 +28,13 @@ def default_texts(run: Path | None, tokenizer: Tokenizer) -> list[str]:
 
 def validation_passages(run: Path, tokenizer: Tokenizer) -> list[str]:
     """Some passages of TOKENS tokens, each from the beginning of a sentence; none without the corpus."""
-    folder = RunFolder(run)
-    if not folder.is_run:
+    recipe = recipe_of(run)
+    if recipe is None:
         return []
     try:
-        data = folder.read()["recipe"]["data"]
-        corpus = open_corpus(data["corpus"], val_fraction=data["val_fraction"], max_chars=data["max_chars"])
-        documents = list(itertools.islice(corpus.texts("val"), DOCUMENTS))
+        documents = list(itertools.islice(corpus_of(recipe).texts("val"), DOCUMENTS))
     # Where the corpus is not on this machine the constant text is enough.
-    except (ValueError, OSError, KeyError):
+    except (ValueError, OSError):
         return []
     # The first documents and the last are often by one author.
     stride = max(1, len(documents) // PASSAGES)
