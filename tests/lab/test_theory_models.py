@@ -234,7 +234,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--rank", "two"], "expected a number, numbers like 2x12"),
+            (["--rank", "two"], "expected a number like 8, numbers like 2x12"),
             (["--rank", "3x99", "--text", TEXT], "rank 3 of the stream mode (size 2) is out of range"),
             (["--text", TEXT, "--corpus", "sotu"], "give one of them"),
             (["--against", "x", "--to", "cp"], "give one or the other"),
