@@ -12,8 +12,8 @@
 
 #include "plan.h"
 
-using temper::Plan;
 using std::int64_t;
+using temper::Plan;
 
 namespace {
 
@@ -54,7 +54,7 @@ void run(void* library, Plan plan, int64_t tokens, int project) {
     void *streams = random(tokens * width, stored), *y = random(tokens * plan.dim, stored);
     void *in_map = random(rows * width, computed), *out = random(maps, computed), *bias = random(biases, computed);
     void *x = blank(tokens * plan.dim, stored), *weight = blank(tokens * weights, computed);
-    void *z = project ? blank(tokens * rows, computed) : random(tokens * rows, computed);
+    void* z = project ? blank(tokens * rows, computed) : random(tokens * rows, computed);
     void* norms = blank(tokens * 2, computed);
     const Plan* p = &plan;
     call(library, "begin", p, tokens, 1, project, streams, in_map, out, bias, x, weight, z, norms);
@@ -68,7 +68,7 @@ void run(void* library, Plan plan, int64_t tokens, int project) {
     expect_written(d_y, tokens * plan.dim * stored);
     expect_written(d_weights, tokens * weights * computed);
     void *d_streams = blank(tokens * width, stored), *d_in = blank(rows * width, computed);
-    void *d_z = project ? nullptr : blank(tokens * rows, computed);
+    void* d_z = project ? nullptr : blank(tokens * rows, computed);
     void *d_out = blank(maps, computed), *d_bias = blank(biases, computed);
     call(library, "begin_backward", p, tokens, 1, project, next, x, d_weights, streams, in_map, out, bias, weight, z,
          norms, d_streams, d_in, d_z, d_out, d_bias);
@@ -83,6 +83,26 @@ void run(void* library, Plan plan, int64_t tokens, int project) {
         std::free(memory);
 }
 
+// All of a fold; `sizes` are the entries of its tensors.
+void run_fold(void* library, const std::vector<int64_t>& form, const std::vector<int64_t>& sizes, int64_t in_map,
+              int64_t out, int64_t bias) {
+    std::vector<void*> tensors, slopes;
+    for (int64_t size : sizes) {
+        tensors.push_back(random(size, computed));
+        slopes.push_back(blank(size, computed));
+    }
+    void* made[] = {blank(in_map, computed), blank(out, computed), blank(bias, computed)};
+    call(library, "fold", form.data(), int64_t(1), tensors.data(), made[0], made[1], made[2]);
+    expect_written(made[0], in_map * computed);
+    expect_written(made[1], out * computed);
+    expect_written(made[2], bias * computed);
+    call(library, "fold_backward", form.data(), int64_t(1), tensors.data(), made[0], made[1], made[2], slopes.data());
+    for (size_t k = 0; k < sizes.size(); ++k) expect_written(slopes[k], sizes[k] * computed);
+    for (const auto& all : {tensors, slopes})
+        for (void* memory : all) std::free(memory);
+    for (void* memory : made) std::free(memory);
+}
+
 }  // namespace
 
 int main(int, char** words) {
@@ -95,10 +115,14 @@ int main(int, char** words) {
         std::vector<int64_t> factors;
     };
     const Kind kinds[] = {
-        {temper::COPY, 5, 0, 0, 0, 0, {}},          {temper::SINKHORN, 3, 3, 0, 0, 0, {}},
-        {temper::SINKHORN, 4, 4, 1, 1e-2, 0, {}},   {temper::GUARDED, 4, 1, 0, 0, 1e-2, {}},
-        {temper::GUARDED, 3, 3, 1, 0, 1e-2, {}},    {temper::NEWTON, 3, 20, 0, 0, 0, {}},
-        {temper::NEWTON, 5, 3, 1, 0, 0, {}},        {temper::PERMUTATIONS, 3, 0, 0, 0, 0, {3}},
+        {temper::COPY, 5, 0, 0, 0, 0, {}},
+        {temper::SINKHORN, 3, 3, 0, 0, 0, {}},
+        {temper::SINKHORN, 4, 4, 1, 1e-2, 0, {}},
+        {temper::GUARDED, 4, 1, 0, 0, 1e-2, {}},
+        {temper::GUARDED, 3, 3, 1, 0, 1e-2, {}},
+        {temper::NEWTON, 3, 20, 0, 0, 0, {}},
+        {temper::NEWTON, 5, 3, 1, 0, 0, {}},
+        {temper::PERMUTATIONS, 3, 0, 0, 0, 0, {3}},
         {temper::PERMUTATIONS, 12, 0, 0, 0, 0, {2, 2, 3}},
     };
     for (const Kind& kind : kinds) {
@@ -115,7 +139,8 @@ int main(int, char** words) {
                 ++plan.logits;
             } while (std::next_permutation(order.begin(), order.end()));
         }
-        plan.num_factors = int64_t(kind.factors.size()), plan.factors = kind.factors.data(), plan.tables = tables.data();
+        plan.num_factors = int64_t(kind.factors.size()), plan.factors = kind.factors.data(),
+        plan.tables = tables.data();
         for (int64_t dim : {1, 25}) {
             plan.dim = dim;
             plan.rows[0] = 2, plan.rows[1] = 3, plan.rows[2] = kind.n;
@@ -124,6 +149,17 @@ int main(int, char** words) {
         }
         // Two chunks of a reduction.
         if (kind.code == temper::COPY) run(library, plan, 260, 1);
+    }
+    for (int64_t dim : {1, 25, 270}) {
+        const int64_t n = 3;
+        // cp of rank 2 with a mode of 3; tucker (2, 2, 2, 1) with modes 3 and 4; tt (2, 2) with a mode of 3; full gain.
+        run_fold(
+            library, {n, dim, 1, 1, 1, 3, 2, 2, 2, 3, 4, 2, 2, 2, 1, 3, 1, 3, 2, 2},
+            {n * dim, n * 2, dim * 2, 3 * 2, 1, 3, 8, n * 2, dim * 2, 3 * 2, 4, 1, 12, n * 2, 2 * dim * 2, 2 * 3, 1, 3},
+            (2 + 2 + 2) * n * dim, 2 * 3 + 2 * 12 + 2 * 3, 3 + 12 + 3);
+        // Three dense ones with rank-one gain.
+        run_fold(library, {n, dim, 2, 0, 1, 3, 0, 2, 3, 3, 0, 1, 3},
+                 {n, dim, n * dim * 3, 1, 3, n * dim * 9, 1, 9, n * dim * 3, 1, 3}, 15 * n * dim, 0, 15);
     }
     return 0;
 }

@@ -201,14 +201,22 @@ def test_a_state_may_be_finished_twice():
         assert_close(got, results[0])
 
 
-@pytest.mark.parametrize("name", ["begin", "finish", "finish_backward", "begin_backward", "mix", "mix_backward"])
+OPERATORS = ["fold", "fold_backward", "begin", "finish", "finish_backward", "begin_backward", "mix", "mix_backward"]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_is_one_that_torch_accepts(name):
     module, streams = site(), streams_of(6).detach()
     plan, fold = module.plan, [tensor.detach() for tensor in module.fold(torch.float32)]
     numbers, y, grad = plan.numbers(), torch.randn(6, DIM), torch.randn(6, 4, DIM)
     x, weights, z, norms = torch.ops.temper.begin(streams, *fold, *numbers)
     logits, mixer = torch.randn(6, 4, 4), module.mixer.plan().numbers()
+    heads = (module.pre, module.res, module.post)
+    tensors = [tensor.detach() for owner in (module.norm, *heads) for tensor in owner.stored()]
+    sizes = [len(fold[0]), len(fold[1]), len(fold[2])]
     arguments = {
+        "fold": (tensors, plan.form, sizes, False),
+        "fold_backward": (*fold, tensors, plan.form, False),
         "begin": (streams, *fold, *numbers),
         "finish": (streams, y, weights, *numbers),
         "finish_backward": (grad, streams, y, weights, *numbers),

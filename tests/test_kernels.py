@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import cases
+import test_fold
 from temper.ops import build, cpu
 
 HERE = Path(__file__).parent
@@ -41,6 +42,14 @@ THREADED = [
 ]
 
 
+# The generators, the gain and the number of streams of a fold.
+FOLDED = [
+    ("cp", "tucker", "tt", "rank-one", 4),
+    ("dense", "dense", "tucker", "full", 3),
+    ("tt", "cp", "cp", "feature", 2),
+]
+
+
 def compare_threads():
     for dtype in STORED:
         for mixer, num_streams, dim, tokens, generator in THREADED:
@@ -53,6 +62,16 @@ def compare_threads():
             for name, value in results[0].items():
                 for other in results[1:]:
                     assert torch.equal(value, other[name]), (dtype, mixer, name)
+    # Three chunks of features.
+    for names in FOLDED:
+        site = test_fold.Site(*names, 700, (4, 4), torch.float32)
+        results = []
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            fold = cpu.fold(site.tensors, site.plan, torch.float32)
+            results.append([*fold, *cpu.fold_backward(fold, site.tensors, site.plan, torch.float32)])
+        for values in zip(*results, strict=True):
+            assert all(torch.equal(values[0], value) for value in values), names
 
 
 def test_one_thread_and_two_agree_bit_for_bit():
@@ -154,6 +173,32 @@ def walk_between_guards(at_end):
                         assert torch.equal(value, plain[name]), (dtype, mixer, name)
 
 
+def fold_between_guards(at_end):
+    for dtype in STORED:
+        wide = torch.promote_types(dtype, torch.float32)
+        for names in FOLDED:
+            for dim in (1, 25, 270):
+                site = test_fold.Site(*names, dim, (4, 4), wide)
+                tensors = [tensor.detach() for tensor in site.tensors]
+                plain = cpu.fold(tensors, site.plan, dtype)
+                given = [Guarded(tensor, at_end) for tensor in tensors]
+                made = [Guarded(blank(*part.shape, like=part), at_end) for part in plain]
+                slopes = [Guarded(blank(*tensor.shape, like=tensor), at_end) for tensor in tensors]
+                form = cpu._form(site.plan.form)
+                addresses = [block.address for block in made]
+                cpu._kernel("fold", dtype)(form, 1, _addresses(given), *addresses)
+                cpu._kernel("fold_backward", dtype)(form, 1, _addresses(given), *addresses, _addresses(slopes))
+                results = [block.read() for block in (*made, *slopes)]
+                for got, wanted in zip(
+                    results, [*plain, *cpu.fold_backward(plain, tensors, site.plan, dtype)], strict=True
+                ):
+                    assert torch.equal(got, wanted), (dtype, names, dim)
+
+
+def _addresses(blocks):
+    return (ctypes.c_void_p * len(blocks))(*[block.address for block in blocks])
+
+
 def step_over_the_end():
     run_guarded(cases.make("unconstrained", 2, 1, 8, dtype=torch.float32), at_end=True, project=1, extra=1)
 
@@ -163,8 +208,9 @@ def step_before_the_start():
 
 
 def stay_inside():
-    walk_between_guards(at_end=True)
-    walk_between_guards(at_end=False)
+    for at_end in (True, False):
+        walk_between_guards(at_end)
+        fold_between_guards(at_end)
 
 
 def report():

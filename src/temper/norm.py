@@ -45,6 +45,10 @@ class StreamNorm(nn.Module):
             for parameter in self.parameters():
                 parameter.fill_(1.0)
 
+    def stored(self) -> tuple[Tensor, ...]:
+        """The gain's parameters."""
+        return tuple(self._parameters.values())  # type: ignore[arg-type]
+
     def gain(self) -> Tensor | None:
         """g, broadcastable to (N, D), or None."""
         parameters = self._parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from temper.gates import Gates
 from temper.generators import Generator
 from temper.norm import StreamNorm
 from temper.ops import autograd, backend, naive
-from temper.ops.plan import Fold, Plan
+from temper.ops.plan import GAINS, Fold, Plan
 from temper.precision import no_autocast, widen
 from temper.routing import Routing
 
@@ -34,6 +35,10 @@ class Head(nn.Module):
         with torch.no_grad():
             self.gate.fill_(0.01)
             self.bias.copy_(initial_bias)
+
+    def stored(self) -> tuple[Tensor, ...]:
+        """Every tensor, as the native kernels want them."""
+        return *self.generator.stored(), self.gate, self.bias
 
     def forward(self, bottleneck: Tensor, out_map: Tensor, gates: Gates) -> Tensor:
         dynamic = gates.squash(torch.tensordot(bottleneck, out_map, dims=1))
@@ -97,7 +102,19 @@ class Router(nn.Module):
             norm_clamp=config.norm_clamp,
             pre_eps=config.pre_eps,
             native=self.mixer.native(),
+            form=self._make_form(),
         )
+
+    def _make_form(self) -> tuple[int, ...] | None:
+        config = self.config
+        numbers = [config.num_streams, config.dim, GAINS.index(config.gain)]
+        for head in (self.pre, self.res, self.post):
+            form = head.generator.native()
+            # Who stores tensors in a known form but makes other maps of them is not known.
+            if form is None or _owner(head.generator, "native") is not _owner(head.generator, "maps"):
+                return None
+            numbers += form.numbers(head.generator.out_modes)
+        return tuple(numbers)
 
     def _start(self) -> None:
         pre, post = self.gates.initial_bias(self.config.num_streams, self.layer_index % self.config.num_streams)
@@ -167,8 +184,21 @@ class Router(nn.Module):
         assert self.plan is not None
         implementation = backend.choose(streams, self.plan, self.mixer)
         with no_autocast(streams):
-            fold = self.fold(torch.promote_types(streams.dtype, torch.float32))
+            fold = self._fold_by(implementation, streams.dtype)
         return autograd.begin(streams, fold, self.plan, self.mixer, implementation, group)
+
+    def _fold_by(self, implementation: ModuleType, dtype: torch.dtype) -> Fold:
+        """`fold` for streams of a dtype, by the implementation itself if it can."""
+        assert self.plan is not None
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.plan.form is not None and hasattr(implementation, "fold"):
+            tensors = (
+                *self.norm.stored(),
+                *(tensor for head in (self.pre, self.res, self.post) for tensor in head.stored()),
+            )
+            if all(tensor.dtype == wide for tensor in tensors):
+                return autograd.fold(tensors, self.plan, implementation, dtype)
+        return self.fold(wide)
 
     def fold(self, dtype: torch.dtype) -> Fold:
         """The generators, the gain and the gates folded together, at the same cost for any number of tokens."""
@@ -247,6 +277,11 @@ class Router(nn.Module):
             f"num_streams={config.num_streams}, dim={config.dim}, generators={generators}, "
             f"mixer={config.mixer.name}, layer_index={self.layer_index}"
         )
+
+
+def _owner(thing: object, name: str) -> type:
+    """The class that an attribute comes from."""
+    return next(cls for cls in type(thing).__mro__ if name in vars(cls))
 
 
 def routing_of(link: autograd.Link) -> Routing:

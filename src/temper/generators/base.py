@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from temper.ops.plan import Form
 from temper.registry import Registered
 
 if TYPE_CHECKING:
@@ -93,6 +94,14 @@ class Generator(Registered, nn.Module, family="generator"):
         Args:
             dtype: what the stored tensors are widened to before they meet each other; their own if None.
         """
+        raise NotImplementedError
+
+    def native(self) -> Form | None:
+        """This generator as the native kernels know it, or None; it then says what is `stored`."""
+        return None
+
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors in the order in which the native kernels take them."""
         raise NotImplementedError
 
     def compression(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from temper.generators.base import (
     fraction_of,
     mode_product,
 )
+from temper.ops.plan import Form
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -74,6 +75,12 @@ class CP(Generator, name="cp"):
     def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         stream_RN, feature_RD, *outs_RO = (factor.to(dtype=dtype).T for factor in self.factors)
         return _outer(stream_RN, feature_RD), _outer(*outs_RO)
+
+    def native(self) -> Form:
+        return Form("cp", (self.rank,))
+
+    def stored(self) -> tuple[Tensor, ...]:
+        return tuple(self.factors)
 
     def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         pairs = enumerate(zip(self.factors, maps, strict=True))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.generators.base import Generator, Modes, Shapes, mode_product
+from temper.ops.plan import Form
 
 
 class Dense(Generator, name="dense"):
@@ -38,6 +39,12 @@ class Dense(Generator, name="dense"):
         in_map_RND = self.weight.to(dtype=dtype).flatten(2).movedim(-1, 0)
         eye_RR = torch.eye(in_map_RND.shape[0], dtype=in_map_RND.dtype, device=in_map_RND.device)
         return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
+
+    def native(self) -> Form:
+        return Form("dense")
+
+    def stored(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
 
     def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         weight = self.weight.detach()

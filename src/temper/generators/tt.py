@@ -22,6 +22,7 @@ from temper.generators.base import (
     mode_product,
     ranks_within,
 )
+from temper.ops.plan import Form
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -94,6 +95,12 @@ class TT(Generator, name="tt"):
         for core in rest:
             out_map = torch.tensordot(out_map, core, dims=1)
         return in_map_RND, out_map.squeeze(-1)
+
+    def native(self) -> Form:
+        return Form("tt", self.rank)
+
+    def stored(self) -> tuple[Tensor, ...]:
+        return tuple(self.cores)
 
     def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         pairs = enumerate(zip(self.cores, maps, strict=True))

@@ -22,6 +22,7 @@ from temper.generators.base import (
     mode_product,
     ranks_within,
 )
+from temper.ops.plan import Form
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -125,6 +126,12 @@ class Tucker(Generator, name="tucker"):
             wide = factor_OQ.T.view(1, -1, *(1,) * (out_map.ndim - 1), factor_OQ.shape[0])
             out_map = (out_map[:, None, ..., None] * wide).flatten(0, 1)
         return in_map_RND, out_map
+
+    def native(self) -> Form:
+        return Form("tucker", self.rank)
+
+    def stored(self) -> tuple[Tensor, ...]:
+        return self.core, *self.factors
 
     def compression(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """L(Hhat) = U^T Hhat C: the core mixes what is left, and sees no more."""

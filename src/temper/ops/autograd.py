@@ -44,6 +44,11 @@ class Link(NamedTuple):
     dtype: torch.dtype
 
 
+def fold(tensors: tuple[Tensor, ...], plan: Plan, implementation: ModuleType, dtype: torch.dtype) -> Fold:
+    """All of a site's weights folded together, by an implementation that has a `fold` for streams of this dtype."""
+    return Fold(*_Fold.apply(plan, implementation, dtype, *tensors))
+
+
 def begin(
     streams: Tensor, fold: Fold, plan: Plan, mixer: Mixer, implementation: ModuleType, group: int = 0
 ) -> tuple[Tensor, Link]:
@@ -95,6 +100,23 @@ def mix(logits: Tensor, mixer: Mixer, implementation: ModuleType) -> Tensor:
 def _count(streams: Tensor) -> int:
     """The number of tokens."""
     return math.prod(streams.shape[:-2])
+
+
+class _Fold(torch.autograd.Function):
+    @staticmethod
+    def forward(plan: Plan, implementation: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(implementation.fold(tensors, plan, dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.plan, ctx.implementation, ctx.dtype, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_fold: Tensor) -> Any:
+        slopes = ctx.implementation.fold_backward(Fold(*d_fold), ctx.saved_tensors, ctx.plan, ctx.dtype)
+        return None, None, None, *slopes
 
 
 class _Begin(torch.autograd.Function):
@@ -183,6 +205,6 @@ class _Mix(torch.autograd.Function):
         return ctx.implementation.mix_backward(logits, res, grad, ctx.mixer), None, None
 
 
-for _function in (_Begin, _Finish, _Mix):
+for _function in (_Fold, _Begin, _Finish, _Mix):
     # torch asks for the signature in every call; working it out takes longer than a small kernel.
     _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]

@@ -57,6 +57,18 @@ def serves(plan: Plan, mixer: Mixer, dtype: torch.dtype) -> bool:
     return known and dtype in STORED and build.can_load(STORED[dtype])
 
 
+def fold(tensors: tuple[Tensor, ...], plan: Plan, dtype: torch.dtype) -> Fold:
+    """The gain, the generators, the gates and the biases folded together, for streams of this dtype."""
+    sizes = [sum(plan.rows), sum(plan.map_sizes), sum(plan.logits_of)]
+    return Fold(*torch.ops.temper.fold(tensors, plan.form, sizes, dtype == torch.bfloat16))
+
+
+def fold_backward(d_fold: Fold, tensors: tuple[Tensor, ...], plan: Plan, dtype: torch.dtype) -> list[Tensor]:
+    """The gradients of the tensors."""
+    result: list[Tensor] = torch.ops.temper.fold_backward(*d_fold, tensors, plan.form, dtype == torch.bfloat16)
+    return result
+
+
 def begin(streams_TND: Tensor, fold: Fold, plan: Plan, mixer: Mixer) -> Begun:
     """x, the routing weights and what is kept for the backward."""
     return Begun(*torch.ops.temper.begin(streams_TND, *fold, *plan.numbers()))
@@ -172,8 +184,16 @@ def _kernel(name: str, dtype: torch.dtype) -> Any:
     return kernel
 
 
-# How many pointers a kernel takes, and how many whole numbers before them: threads, and whether to project.
-_ARGUMENTS = {"begin": (8, 2), "begin_backward": (15, 2), "finish": (4, 1), "finish_backward": (6, 1), "mixer": (4, 1)}
+# How many pointers a kernel takes, and how many small numbers before them: threads, and whether to project.
+_ARGUMENTS = {
+    "begin": (8, 2),
+    "begin_backward": (15, 2),
+    "finish": (4, 1),
+    "finish_backward": (6, 1),
+    "mixer": (4, 1),
+    "fold": (4, 0),
+    "fold_backward": (5, 0),
+}
 
 
 def _launch(
@@ -187,6 +207,48 @@ def _launch(
     tensors = [None if tensor is None else tensor.contiguous() for tensor in inputs] + list(outputs)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     _kernel(name, dtype)(*numbers, *pointers)
+
+
+def _fold(tensors: list[Tensor], form: list[int], sizes: list[int], half: bool) -> tuple[Tensor, ...]:
+    results = _empty_fold(tensors, form, sizes, half)
+    _launch_fold("fold", form, tensors, half, [tensor.data_ptr() for tensor in results])
+    return results
+
+
+def _empty_fold(tensors: list[Tensor], form: list[int], sizes: list[int], half: bool) -> tuple[Tensor, ...]:
+    (num_streams, dim, *_), (rows, maps, biases), like = form, sizes, tensors[0]
+    return like.new_empty(rows, num_streams, dim), like.new_empty(maps), like.new_empty(biases)
+
+
+def _fold_backward(
+    d_in: Tensor, d_out: Tensor, d_bias: Tensor, tensors: list[Tensor], form: list[int], half: bool
+) -> list[Tensor]:
+    results = _empty_fold_backward(d_in, d_out, d_bias, tensors, form, half)
+    given = [part.contiguous() for part in (d_in, d_out, d_bias)]
+    pointers = [part.data_ptr() for part in given]
+    _launch_fold("fold_backward", form, tensors, half, [*pointers, _pointers(results)])
+    return results
+
+
+def _empty_fold_backward(
+    d_in: Tensor, d_out: Tensor, d_bias: Tensor, tensors: list[Tensor], form: list[int], half: bool
+) -> list[Tensor]:
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+def _launch_fold(name: str, form: list[int], tensors: list[Tensor], half: bool, pointers: list[Any]) -> None:
+    kernel = _kernel(name, torch.bfloat16 if half else tensors[0].dtype)
+    given = [tensor.contiguous() for tensor in tensors]
+    kernel(_form(tuple(form)), torch.get_num_threads(), _pointers(given), *pointers)
+
+
+def _pointers(tensors: list[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+@lru_cache(maxsize=1024)
+def _form(numbers: tuple[int, ...]) -> Any:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def _projects(plan: Plan, dtype: torch.dtype) -> bool:
@@ -329,6 +391,12 @@ def _empty_mix_backward(logits: Tensor, res: Tensor, grad: Tensor, whole: list[i
 
 _FOLD, _PLAN = "Tensor in_map, Tensor out, Tensor bias", "int[] whole, float[] real"
 _OPERATORS = (
+    ("fold(Tensor[] tensors, int[] form, int[] sizes, bool half) -> (Tensor, Tensor, Tensor)", _fold, _empty_fold),
+    (
+        "fold_backward(Tensor d_in, Tensor d_out, Tensor d_bias, Tensor[] tensors, int[] form, bool half) -> Tensor[]",
+        _fold_backward,
+        _empty_fold_backward,
+    ),
     (
         f"begin(Tensor streams, {_FOLD}, int[] whole, float[] real) -> (Tensor, Tensor, Tensor, Tensor)",
         _begin,

@@ -25,6 +25,26 @@ class Fold(NamedTuple):
     bias: Tensor
 
 
+# The generators and gains of the native kernels, in the order of their codes.
+FORMS = ("dense", "cp", "tucker", "tt")
+GAINS = ("none", "full", "rank-one", "feature")
+
+
+class Form(NamedTuple):
+    """A generator as the native kernels know it.
+
+    Args:
+        kind: one of FORMS.
+        ranks: as many as the kind has.
+    """
+
+    kind: str
+    ranks: tuple[int, ...] = ()
+
+    def numbers(self, out_modes: tuple[int, ...]) -> list[int]:
+        return [FORMS.index(self.kind), len(out_modes), *out_modes, *self.ranks]
+
+
 # The mixers of the native kernels, in the order of their codes.
 KINDS = ("copy", "sinkhorn", "guarded", "newton", "permutations")
 
@@ -56,6 +76,7 @@ class Plan:
         logits: how many the mixer takes.
         norm_eps, norm_clamp, pre_eps: as in `RouterConfig`.
         native: the mixer for the native kernels; None where they do not know it.
+        form: the gain and the generators for the native kernels; None where they do not know one of them.
     """
 
     num_streams: int
@@ -67,6 +88,7 @@ class Plan:
     norm_clamp: bool
     pre_eps: float
     native: Native | None
+    form: tuple[int, ...] | None = None
 
     @property
     def logits_of(self) -> tuple[int, int, int]:
@@ -97,7 +119,7 @@ class Plan:
         return torch.cat([pre, res.flatten(-2), post], dim=-1)
 
     def numbers(self) -> tuple[list[int], list[float]]:
-        """The plan as operators carry it; `from_numbers` reads it back."""
+        """The plan as operators on streams carry it; `from_numbers` reads it back, without the form."""
         native = self.native
         assert native is not None
         whole = [self.num_streams, self.dim, *self.rows, *self.direct, self.logits, self.norm_clamp]

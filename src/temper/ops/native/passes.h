@@ -1,0 +1,150 @@
+// Loops that the kernels share: rows against rows, rows mixed into rows, and threads.
+#pragma once
+
+#include <algorithm>
+
+#include "lanes.h"
+
+namespace temper {
+
+template <int value>
+using Const = std::integral_constant<int, value>;
+
+// f(0), f(1), .. with constants, written out: what they index then lives in registers.
+template <class F, int... K>
+inline void times(F&& f, std::integer_sequence<int, K...>) {
+    (f(Const<K>{}), ...);
+}
+template <int COUNT, class F>
+inline void times(F&& f) {
+    times(f, std::make_integer_sequence<int, COUNT>{});
+}
+
+// f(start, size) over `count` things, four, two or one at a time.
+template <class F>
+inline void by_four(Index count, F&& f) {
+    Index k = 0;
+    for (; k + 4 <= count; k += 4) f(k, Const<4>{});
+    if (k + 2 <= count) f(k, Const<2>{}), k += 2;
+    if (k < count) f(k, Const<1>{});
+}
+
+// The same, three, two or one at a time: four by three sums fill the registers.
+template <class F>
+inline void by_three(Index count, F&& f) {
+    Index k = 0;
+    for (; k + 3 <= count; k += 3) f(k, Const<3>{});
+    if (k + 2 == count) f(k, Const<2>{});
+    if (k + 1 == count) f(k, Const<1>{});
+}
+
+// f(feature, vector, how many vectors) over a range of features: packs, then single numbers.
+template <class R, class F>
+inline void features(Index begin, Index end, F&& f) {
+    Index d = begin;
+    for (; d + 2 * LANES <= end; d += 2 * LANES) f(d, Pack<R>{}, Const<2>{});
+    if (d + LANES <= end) f(d, Pack<R>{}, Const<1>{}), d += LANES;
+    for (; d < end; ++d) f(d, R{}, Const<1>{});
+}
+
+// Features that are worked on before the next row: few enough for the first cache.
+constexpr Index SPAN = 1024;
+
+// Fetches `bytes` from `from` on, which are wanted soon, in as many steps as `go` will be called.
+struct Ahead {
+    Ahead(const void* from, Index bytes, Index steps)
+        : at(static_cast<const char*>(from)), step((bytes + steps - 1) / std::max<Index>(1, steps)) {}
+    void go() { __builtin_prefetch(at), at += step; }
+    const char* at;
+    Index step;
+};
+struct Nothing {
+    void go() {}
+};
+
+// About how often `dots` calls `go`.
+inline Index dots_of(Index num_left, Index num_right, Index length) {
+    return (num_right + 2) / 3 * ((num_left + 3) / 4) * (length / LANES);
+}
+
+// sums[a * stride + b] += <left row a, right row b> over `length` entries.
+template <class A, class B, class R, class F = Nothing>
+inline void dots(const A* left, Index num_left, Index left_stride, const B* right, Index num_right, Index right_stride,
+                 Index length, R* sums, Index stride, F next_left = {}, F next_right = {}) {
+    for (Index begin = 0; begin < length; begin += SPAN) {
+        Index end = std::min(length, begin + SPAN), whole = begin + (end - begin) / LANES * LANES;
+        by_three(num_right, [&](Index b, auto num_b) {
+            by_four(num_left, [&](Index a, auto num_a) {
+                constexpr int NA = num_a, NB = num_b;
+                const A* lines = left + a * left_stride;
+                const B* rows = right + b * right_stride;
+                Pack<R> sum[NA][NB] = {};
+#pragma GCC unroll 2
+                for (Index d = begin; d < whole; d += LANES) {
+                    next_left.go(), next_right.go();
+                    Pack<R> row[NB];
+                    times<NB>([&](auto j) { row[j] = load<Pack<R>>(rows + j * right_stride + d); });
+                    times<NA>([&](auto i) {
+                        Pack<R> line = load<Pack<R>>(lines + i * left_stride + d);
+                        times<NB>([&](auto j) { sum[i][j] += line * row[j]; });
+                    });
+                }
+                for (int i = 0; i < NA; ++i)
+                    for (int j = 0; j < NB; ++j) {
+                        R rest = total(sum[i][j]);
+                        for (Index d = whole; d < end; ++d)
+                            rest += load<R>(lines + i * left_stride + d) * load<R>(rows + j * right_stride + d);
+                        sums[(a + i) * stride + b + j] += rest;
+                    }
+            });
+        });
+    }
+}
+
+template <class S, class R>
+inline R squares(const S* row, Index length) {
+    R result{};
+    for (Index begin = 0; begin < length; begin += SPAN) {
+        Index end = std::min(length, begin + SPAN), d = begin;
+        Pack<R> sum[2] = {};
+        for (; d + 2 * LANES <= end; d += 2 * LANES)
+            for (int u = 0; u < 2; ++u) {
+                Pack<R> v = load<Pack<R>>(row + d + u * LANES);
+                sum[u] += v * v;
+            }
+        R rest = total(sum[0] + sum[1]);
+        for (; d < end; ++d) rest += load<R>(row + d) * load<R>(row + d);
+        result += rest;
+    }
+    return result;
+}
+
+// acc[k][u] += sum_i weights[k * step_k + i * step_i] rows[i][d + u].
+template <class V, int NK, int U, class S, class R>
+inline void mix(V (&acc)[NK][U], const R* weights, Index step_k, Index step_i, const S* rows, Index num_rows,
+                Index stride, Index d) {
+    for (Index i = 0; i < num_rows; ++i) {
+        V row[U];
+        for (int u = 0; u < U; ++u) {
+            row[u] = load<V>(rows + i * stride + d + u * Width<V>::value);
+            in_register(row[u]);
+        }
+        for (int k = 0; k < NK; ++k) {
+            R weight = weights[k * step_k + i * step_i];
+            for (int u = 0; u < U; ++u) acc[k][u] += row[u] * weight;
+        }
+    }
+}
+
+// Has `threads` threads work on the blocks; `make` gives each a worker of its own.
+template <class Make>
+inline void over(Index count, int threads, Make&& make) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
+    {
+        auto work = make();
+#pragma omp for schedule(static)
+        for (Index k = 0; k < count; ++k) work(k);
+    }
+}
+
+}  // namespace temper
