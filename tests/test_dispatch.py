@@ -208,9 +208,9 @@ OPERATORS = ["fold", "fold_backward", "begin", "finish", "finish_backward", "beg
 def test_every_operator_is_one_that_torch_accepts(name):
     module, streams = site(), streams_of(6).detach()
     plan, fold = module.plan, [tensor.detach() for tensor in module.fold(torch.float32)]
-    numbers, y, grad = plan.numbers(), torch.randn(6, DIM), torch.randn(6, 4, DIM)
+    numbers, y, grad = plan.numbers, torch.randn(6, DIM), torch.randn(6, 4, DIM)
     x, weights, z, norms = torch.ops.temper.begin(streams, *fold, *numbers)
-    logits, mixer = torch.randn(6, 4, 4), module.mixer.plan().numbers()
+    logits, mixer = torch.randn(6, 4, 4), module.mixer.plan().numbers
     heads = (module.pre, module.res, module.post)
     tensors = [tensor.detach() for owner in (module.norm, *heads) for tensor in owner.stored()]
     sizes = [len(fold[0]), len(fold[1]), len(fold[2])]

@@ -7,7 +7,7 @@ import torch
 
 import temper
 from temper.generators import Generator
-from temper.ops import autograd, cpu
+from temper.ops import cpu
 from temper.ops.plan import GAINS, Fold, Form, Plan
 from temper.router import Head
 
@@ -57,12 +57,12 @@ class Site:
         return Fold(in_map, out, torch.cat([head.bias.flatten() for head in self.heads]))
 
     def compare(self, **tolerance):
-        wanted, got = self.plain(), autograd.fold(self.tensors, self.plan, cpu, self.dtype)
+        wanted, got = self.plain(), cpu.fold(self.tensors, self.plan, self.dtype)
         grads = [torch.randn_like(part) for part in wanted]
         # Adding nothing reaches what has no gradient.
         loss = sum((part * grad).sum() for part, grad in zip(wanted, grads, strict=True))
         d_wanted = torch.autograd.grad(loss + sum(0 * tensor.sum() for tensor in self.tensors), self.tensors)
-        d_got = torch.autograd.grad(got, self.tensors, grads)
+        d_got = cpu.fold_backward(Fold(*grads), self.tensors, self.plan, self.dtype)
         for actual, expected in zip((*got, *d_got), (*wanted, *d_wanted), strict=True):
             torch.testing.assert_close(actual, expected, **tolerance)
 
@@ -107,12 +107,12 @@ def test_parameters_and_gradients_of_any_layout():
             setattr(head.generator.get_submodule(owner), key, turned)
     assert any(not tensor.is_contiguous() for tensor in site.tensors)
     site.compare(rtol=1e-11, atol=1e-10)
-    in_map, _, _ = autograd.fold(site.tensors, site.plan, cpu, site.dtype)
-    # The gradient of a sum has no memory of its own, and the other parts have none at all.
-    got = torch.autograd.grad(in_map.sum(), site.tensors)
-    wanted = torch.autograd.grad(site.plain().in_map.sum(), site.tensors, allow_unused=True)
-    for actual, expected in zip(got, wanted, strict=True):
-        torch.testing.assert_close(actual, torch.zeros_like(actual) if expected is None else expected)
+    # The gradient of a sum has no memory of its own.
+    fold = site.plain()
+    ones = Fold(*(torch.ones(()).to(part.dtype).expand(part.shape) for part in fold))
+    got = cpu.fold_backward(ones, site.tensors, site.plan, site.dtype)
+    wanted = torch.autograd.grad(sum(part.sum() for part in fold), site.tensors)
+    torch.testing.assert_close(got, list(wanted))
 
 
 def folds_of(module, streams, monkeypatch):
@@ -173,14 +173,23 @@ def test_a_generator_that_the_kernels_do_not_know():
 
 
 def test_what_the_kernels_fold_is_not_kept_twice():
-    """Parameters and the folded weights: nothing in between."""
-    module = temper.HyperConnection(temper.preset("temper-tucker", num_streams=4, dim=64))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        module._fold_by(cpu, torch.float32)
-        with_kernels = [tensor for tensor in kept if not isinstance(tensor, torch.nn.Parameter)]
+    """Parameters, the folded weights, the streams and what is small: nothing of what is in between."""
+    module, kept = temper.HyperConnection(temper.preset("temper-tucker", num_streams=4, dim=64)), []
+
+    def run():
         kept.clear()
-        module.plan = dataclasses.replace(module.plan, form=None)
-        module._fold_by(cpu, torch.float32)
-    assert not with_kernels
-    assert [tensor for tensor in kept if not isinstance(tensor, torch.nn.Parameter)]
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        )
+        with hooks, temper.backend("cpu"):
+            x, _ = module.begin(torch.randn(2, 4, 64, requires_grad=True))
+        grads = torch.autograd.grad(x.sum(), list(module.parameters()))
+        own = {id(parameter) for parameter in module.parameters()}
+        return len([tensor for tensor in kept if id(tensor) not in own]), grads
+
+    count, grads = run()
+    assert count == 7
+    module.plan = dataclasses.replace(module.plan, form=None)
+    torch_count, _ = run()
+    assert torch_count > count
+    assert all(grad is not None for grad in grads)

@@ -111,7 +111,7 @@ def call(name, plan, tokens, flags, tensors, at_end, dtype):
     """A kernel with every tensor between guard pages; what it left in them."""
     blocks = [None if tensor is None else Guarded(tensor, at_end) for tensor in tensors]
     pointers = [None if block is None else block.address for block in blocks]
-    cpu._kernel(name, dtype)(cpu._prepare(*plan.numbers())[2], tokens, 1, *flags, *pointers)
+    cpu._kernel(name, dtype)(cpu._prepare(*plan.numbers)[2], tokens, 1, *flags, *pointers)
     return [None if block is None else block.read() for block in blocks]
 
 

@@ -184,20 +184,18 @@ class Router(nn.Module):
         assert self.plan is not None
         implementation = backend.choose(streams, self.plan, self.mixer)
         with no_autocast(streams):
-            fold = self._fold_by(implementation, streams.dtype)
-        return autograd.begin(streams, fold, self.plan, self.mixer, implementation, group)
+            weights = self._weights_for(implementation, streams.dtype)
+        return autograd.begin(streams, weights, self.plan, self.mixer, implementation, group)
 
-    def _fold_by(self, implementation: ModuleType, dtype: torch.dtype) -> Fold:
-        """`fold` for streams of a dtype, by the implementation itself if it can."""
+    def _weights_for(self, implementation: ModuleType, dtype: torch.dtype) -> Fold | autograd.Stored:
+        """All weights for streams of a dtype: folded, unless the implementation can do that itself."""
         assert self.plan is not None
         wide = torch.promote_types(dtype, torch.float32)
         if self.plan.form is not None and hasattr(implementation, "fold"):
-            tensors = (
-                *self.norm.stored(),
-                *(tensor for head in (self.pre, self.res, self.post) for tensor in head.stored()),
-            )
-            if all(tensor.dtype == wide for tensor in tensors):
-                return autograd.fold(tensors, self.plan, implementation, dtype)
+            owners = (self.norm, self.pre, self.res, self.post)
+            stored = autograd.Stored(tensor for owner in owners for tensor in owner.stored())
+            if all(tensor.dtype == wide for tensor in stored):
+                return stored
         return self.fold(wide)
 
     def fold(self, dtype: torch.dtype) -> Fold:

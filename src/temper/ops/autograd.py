@@ -44,30 +44,32 @@ class Link(NamedTuple):
     dtype: torch.dtype
 
 
-def fold(tensors: tuple[Tensor, ...], plan: Plan, implementation: ModuleType, dtype: torch.dtype) -> Fold:
-    """All of a site's weights folded together, by an implementation that has a `fold` for streams of this dtype."""
-    return Fold(*_Fold.apply(plan, implementation, dtype, *tensors))
+class Stored(tuple[Tensor, ...]):
+    """The weights of a site before they are folded, for an implementation that has a `fold`."""
 
 
 def begin(
-    streams: Tensor, fold: Fold, plan: Plan, mixer: Mixer, implementation: ModuleType, group: int = 0
+    streams: Tensor, weights: Fold | Stored, plan: Plan, mixer: Mixer, implementation: ModuleType, group: int = 0
 ) -> tuple[Tensor, Link]:
     """x and what `finish` needs: (..., N, D) -> (..., D), link.
 
     Args:
+        weights: of the site, folded or as it has them.
         group: keep only the streams of every so manieth site and make the others again; 0 keeps all.
     """
     with no_autocast(streams):
         if implementation is naive:
+            assert isinstance(weights, Fold)
             wide = widen(streams)
-            x, weights = naive.begin(wide, fold, plan, mixer)
-            return x.to(streams.dtype), Link(wide, weights, None, None, plan, implementation, streams.dtype)
+            x, routing = naive.begin(wide, weights, plan, mixer)
+            return x.to(streams.dtype), Link(wide, routing, None, None, plan, implementation, streams.dtype)
         given, streams = streams, streams.contiguous()
         tokens = streams.view(_count(streams), plan.num_streams, plan.dim)
         source = Source.of(given, tokens, group)
-        x, weights, link, _, _ = _Begin.apply(tokens, *fold, plan, mixer, implementation, source)
+        folded = isinstance(weights, Fold)
+        x, routing, link, *_ = _Begin.apply(tokens, plan, mixer, implementation, source, folded, *weights)
     x = x.view(*streams.shape[:-2], plan.dim)
-    return x, Link(streams, weights, link, source, plan, implementation, streams.dtype)
+    return x, Link(streams, routing, link, source, plan, implementation, streams.dtype)
 
 
 def finish(state: Link, y: Tensor, in_place: bool = False) -> Tensor:
@@ -102,59 +104,48 @@ def _count(streams: Tensor) -> int:
     return math.prod(streams.shape[:-2])
 
 
-class _Fold(torch.autograd.Function):
-    @staticmethod
-    def forward(plan: Plan, implementation: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(implementation.fold(tensors, plan, dtype))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.plan, ctx.implementation, ctx.dtype, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *d_fold: Tensor) -> Any:
-        slopes = ctx.implementation.fold_backward(Fold(*d_fold), ctx.saved_tensors, ctx.plan, ctx.dtype)
-        return None, None, None, *slopes
-
-
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(
         streams: Tensor,
-        in_map: Tensor,
-        out: Tensor,
-        bias: Tensor,
         plan: Plan,
         mixer: Mixer,
         implementation: Any,
         source: Source | None,
+        folded: bool,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        x, weights, z, norms = implementation.begin(streams, Fold(in_map, out, bias), plan, mixer)
-        return x, weights, streams.new_empty(()).expand(streams.shape), z, norms
+        fold = Fold(*weights) if folded else implementation.fold(weights, plan, streams.dtype)
+        x, routing, z, norms = implementation.begin(streams, fold, plan, mixer)
+        # Only outputs may be kept; what was given is kept as it is.
+        return x, routing, streams.new_empty(()).expand(streams.shape), z, norms, *(() if folded else fold)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        streams, in_map, out, bias, ctx.plan, ctx.mixer, ctx.implementation, source = inputs
-        _, weights, _, z, norms = output
-        ctx.mark_non_differentiable(z, norms)
+        streams, ctx.plan, ctx.mixer, ctx.implementation, source, ctx.folded, *weights = inputs
+        _, routing, _, *small = output
+        ctx.mark_non_differentiable(*small)
         ctx.set_materialize_grads(False)
         ctx.kept, own = source or (None, (streams,))
-        ctx.save_for_backward(in_map, out, bias, weights, z, norms, *own)
+        ctx.counts = len(weights), len(small) + 1
+        ctx.save_for_backward(*weights, routing, *small, *own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: Tensor | None, d_weights: Tensor | None, grad: Tensor | None, *_: None) -> Any:
-        in_map, out, bias, weights, z, norms, *own = ctx.saved_tensors
+        saved, (given, small) = ctx.saved_tensors, ctx.counts
+        weights, (routing, z, norms, *folded), own = saved[:given], saved[given : given + small], saved[given + small :]
+        fold = Fold(*(weights if ctx.folded else folded))
         streams = own[0] if ctx.kept is None else ctx.kept.streams(*own)
         with no_autocast(streams):
-            d_streams, d_fold = ctx.implementation.begin_backward(
-                grad, d_x, d_weights, streams, Fold(in_map, out, bias), weights, z, norms, ctx.plan, ctx.mixer
+            d_streams, slopes = ctx.implementation.begin_backward(
+                grad, d_x, d_weights, streams, fold, routing, z, norms, ctx.plan, ctx.mixer
             )
+            if not ctx.folded:
+                slopes = ctx.implementation.fold_backward(slopes, weights, ctx.plan, streams.dtype)
         if ctx.kept is not None:
             ctx.kept.drop()
-        return d_streams, *d_fold, None, None, None, None
+        return d_streams, None, None, None, None, None, *slopes
 
 
 class _Finish(torch.autograd.Function):
@@ -205,6 +196,24 @@ class _Mix(torch.autograd.Function):
         return ctx.implementation.mix_backward(logits, res, grad, ctx.mixer), None, None
 
 
-for _function in (_Fold, _Begin, _Finish, _Mix):
-    # torch asks for the signature in every call; working it out takes longer than a small kernel.
-    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[union-attr]
+class _Bound(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def apply_defaults(self) -> None:
+        pass
+
+
+class _Positional(inspect.Signature):
+    """Of a function that is given all it takes, in its place.
+
+    torch asks for the signature in every call; working it out, and who gets what, takes longer than a small kernel.
+    """
+
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        return _Bound(args, kwargs)
+
+
+for _function in (_Begin, _Finish, _Mix):
+    _known = inspect.signature(_function.forward)
+    _function.forward.__signature__ = _Positional(list(_known.parameters.values()))  # type: ignore[union-attr]

@@ -71,18 +71,18 @@ def fold_backward(d_fold: Fold, tensors: tuple[Tensor, ...], plan: Plan, dtype: 
 
 def begin(streams_TND: Tensor, fold: Fold, plan: Plan, mixer: Mixer) -> Begun:
     """x, the routing weights and what is kept for the backward."""
-    return Begun(*torch.ops.temper.begin(streams_TND, *fold, *plan.numbers()))
+    return Begun(*torch.ops.temper.begin(streams_TND, *fold, *plan.numbers))
 
 
 def finish(streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
     """The next streams."""
-    result: Tensor = torch.ops.temper.finish(streams_TND, _branch(y_TD, streams_TND), weights_TK, *plan.numbers())
+    result: Tensor = torch.ops.temper.finish(streams_TND, _branch(y_TD, streams_TND), weights_TK, *plan.numbers)
     return result
 
 
 def finish_(streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
     """The next streams in the place of the streams."""
-    torch.ops.temper.finish_(streams_TND, _branch(y_TD, streams_TND), weights_TK, *plan.numbers())
+    torch.ops.temper.finish_(streams_TND, _branch(y_TD, streams_TND), weights_TK, *plan.numbers)
     return streams_TND
 
 
@@ -91,7 +91,7 @@ def finish_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of y and of the routing weights."""
     y = _branch(y_TD, streams_TND)
-    d_y, d_weights = torch.ops.temper.finish_backward(grad_TND, streams_TND, y, weights_TK, *plan.numbers())
+    d_y, d_weights = torch.ops.temper.finish_backward(grad_TND, streams_TND, y, weights_TK, *plan.numbers)
     return d_y.to(y_TD.dtype), d_weights
 
 
@@ -109,20 +109,20 @@ def begin_backward(
 ) -> tuple[Tensor, Fold]:
     """The gradients of the streams and of the folded weights."""
     d_streams, *d_fold = torch.ops.temper.begin_backward(
-        grad_TND, d_x_TD, d_weights_TK, streams_TND, *fold, weights_TK, z_TR, norms_T2, *plan.numbers()
+        grad_TND, d_x_TD, d_weights_TK, streams_TND, *fold, weights_TK, z_TR, norms_T2, *plan.numbers
     )
     return d_streams, Fold(*d_fold)
 
 
 def mix(logits: Tensor, mixer: Mixer) -> Tensor:
     """res of logits (T, *logit_shape)."""
-    result: Tensor = torch.ops.temper.mix(logits, *mixer.plan().numbers())
+    result: Tensor = torch.ops.temper.mix(logits, *mixer.plan().numbers)
     return result
 
 
 def mix_backward(logits: Tensor, res: Tensor, grad: Tensor, mixer: Mixer) -> Tensor:
     """The gradient of the logits."""
-    result: Tensor = torch.ops.temper.mix_backward(logits, res, grad, *mixer.plan().numbers())
+    result: Tensor = torch.ops.temper.mix_backward(logits, res, grad, *mixer.plan().numbers)
     return result
 
 

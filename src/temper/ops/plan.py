@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -89,6 +89,18 @@ class Plan:
     pre_eps: float
     native: Native | None
     form: tuple[int, ...] | None = None
+    # The plan as operators on streams carry it; `from_numbers` reads it back, without the form.
+    numbers: tuple[list[int], list[float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once: every call of every operator asks for them.
+        object.__setattr__(self, "numbers", self._count_up())
+
+    def _count_up(self) -> tuple[list[int], list[float]]:
+        native = self.native or Native(KINDS[0])
+        whole = [self.num_streams, self.dim, *self.rows, *self.direct, self.logits, self.norm_clamp]
+        whole += [KINDS.index(native.kind), native.iters, native.last_columns, *native.factors]
+        return [int(number) for number in whole], [self.norm_eps, self.pre_eps, native.tol, native.eps]
 
     @property
     def logits_of(self) -> tuple[int, int, int]:
@@ -117,14 +129,6 @@ class Plan:
     def pack(self, pre: Tensor, res: Tensor, post: Tensor) -> Tensor:
         """The inverse of `split`."""
         return torch.cat([pre, res.flatten(-2), post], dim=-1)
-
-    def numbers(self) -> tuple[list[int], list[float]]:
-        """The plan as operators on streams carry it; `from_numbers` reads it back, without the form."""
-        native = self.native
-        assert native is not None
-        whole = [self.num_streams, self.dim, *self.rows, *self.direct, self.logits, self.norm_clamp]
-        whole += [KINDS.index(native.kind), native.iters, native.last_columns, *native.factors]
-        return [int(number) for number in whole], [self.norm_eps, self.pre_eps, native.tol, native.eps]
 
     @classmethod
     def from_numbers(cls, whole: tuple[int, ...], real: tuple[float, ...]) -> Plan:
