@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from temper.convert import compress, moments
+from temper.convert import compress, moments, sensitivities
 from temper_lab.checkpoint.files import write_whole
 from temper_lab.data import Loader, open_corpus, validation_batches
 from temper_lab.eval import bits_per_byte
@@ -37,7 +37,7 @@ from temper_lab.ranks import parse_rank
 RANKS = {
     "tucker": ["1x1", "2x2", "2x4", "2x12", "3x24", "4x48"],
     "cp": ["1", "2", "4", "8", "16"],
-    "tt": ["1x1", "2x2", "3x4", "4x8"],
+    "tt": ["1x1", "2x2", "3x4", "4x4"],
 }
 WAYS = ("plain", "weights", "calibrated")
 COLORS = {"tucker": "#c62828", "cp": "#1565c0", "tt": "#2e7d32"}
@@ -132,8 +132,8 @@ class _Study:
     def point(self, form: str, rank: str | None, way: str) -> Point:
         model = self.model
         if rank is not None:
-            seen = self._moments() if way == "calibrated" else None
-            options = {"rank": parse_rank(rank), "moments": seen, "plain": way == "plain"}
+            seen, minded = self._data() if way == "calibrated" else (None, None)
+            options = {"rank": parse_rank(rank), "moments": seen, "sensitivities": minded, "plain": way == "plain"}
             model = compress(self.model, form, in_place=False, **options).model
         return {**self.measure(model), "form": form, "rank": rank, "way": way}
 
@@ -142,16 +142,18 @@ class _Study:
         added = sum(parameter.numel() for site in model.sites() for parameter in site.parameters())
         return {"added": added, "bpb": bpb, "moved": self._moved(model)}
 
-    @torch.no_grad()
-    def _moments(self) -> Any:
+    def _data(self) -> Any:
+        """What the sites see and what the loss minds, on training text."""
         if self._seen is None:
             corpus, tokenizer, rows, context, tokens = self._calibration
-            with (
-                Loader(corpus, tokenizer, split="train", rows=rows, context=context) as loader,
-                moments(self.model) as self._seen,
-            ):
-                for ids, _ in islice(loader, -(-tokens // (rows * context))):
+            count = -(-tokens // (rows * context))
+            with Loader(corpus, tokenizer, split="train", rows=rows, context=context) as loader:
+                batches = list(islice(loader, count))
+            with torch.no_grad(), moments(self.model) as seen:
+                for ids, _ in batches:
                     self.model.features(ids)
+            rows_of = (row for ids, targets in batches for row in zip(ids.split(1), targets.split(1), strict=True))
+            self._seen = seen, sensitivities(self.model, (self.model.loss(*row) for row in rows_of))
         return self._seen
 
     def _moved(self, model: GPT) -> float:

@@ -237,10 +237,11 @@ def test_sensitivities_are_squared_gradients_and_decide_who_gets_ranks():
     for row in x:
         model.zero_grad()
         model(row[None]).square().sum().backward()
-        expected += model.sites[1].post.bias.grad.square().mean().item() / len(x)
-    assert found["sites.1"]["post"] == pytest.approx(expected, rel=1e-10)
-    only_one = {name: dict.fromkeys(HEADS, 0.0) for name in found}
-    only_one["sites.1"]["post"] = 1.0
+        slope = model.sites[1].res.bias.grad.flatten()
+        expected = expected + torch.outer(slope, slope) / len(x)
+    torch.testing.assert_close(found["sites.1"]["res"], expected.double(), rtol=1e-10, atol=0)
+    only_one = {name: {head: torch.zeros_like(minded[head]) for head in HEADS} for name, minded in found.items()}
+    only_one["sites.1"]["post"].fill_diagonal_(1.0)
     report = compress(model, "tucker", error=0.01, sensitivities=only_one, in_place=False)
     for head in report.heads:
         is_minded = (head.site, head.head) == ("sites.1", "post")

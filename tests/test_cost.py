@@ -45,10 +45,14 @@ def test_activation_memory_is_what_autograd_keeps(name, num_streams):
     config, site = build(name, num_streams)
     streams = torch.randn(tokens, num_streams, 64, requires_grad=True)
     y = torch.randn(tokens, 64, requires_grad=True)
-    measured = saved_bytes(site, streams, y)
     counted = temper.cost(config, tokens).activation_bytes
+    with temper.backend("fused"):
+        measured = saved_bytes(site, streams, y)
     # Exact to the small change: a broadcast or view that autograd keeps or not.
     assert measured * 0.97 <= counted <= measured * 1.12
+    # The kernels that fold by themselves keep the maps once instead of twice.
+    with temper.backend("cpu"):
+        assert saved_bytes(site, streams, y) * 0.97 <= counted
 
 
 @pytest.mark.parametrize("name", ROUTED)

@@ -22,7 +22,8 @@ class Cost:
         flops: of the forward pass, a multiply and add counted as two; a training step takes
             about three times as many.
         activation_bytes: what is kept for the backward pass (by the "cpu" and "fused" backends; "naive" keeps more):
-            the streams, the branch output and the routing of every token. The branch itself comes on top.
+            the streams, the branch output and the routing of every token, and once for all of them the folded
+            weights, of which "cpu" keeps half. The branch itself comes on top.
     """
 
     parameters: int

@@ -18,7 +18,7 @@ from temper.convert.ranks import ranks_for
 from temper.convert.sensitivity import Sensitivities
 from temper.convert.targets import Target, dense_of, size_of, targets_of
 from temper.generators import Generator
-from temper.generators.base import Rank, count
+from temper.generators.base import Rank, count, mode_product
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -90,7 +90,8 @@ def compress(
         moments: of `temper.convert.moments`: what is kept is what matters for the logits on that data, and every bias
             takes over the mean of what is lost.
         sensitivities: of `temper.convert.sensitivities`: an error or a number of parameters is shared out by what the
-            loss minds. Without them all logits count the same.
+            loss minds, and with a rank or a number of parameters every fit keeps to it too. Without them all logits
+            count the same.
         plain: `Generator.from_dense` (HOSVD, TT-SVD, nested SVDs) instead of the best fit; for comparison.
         in_place: change this model, or a copy of it.
     """
@@ -100,7 +101,9 @@ def compress(
         raise ValueError("plain is without moments: the decompositions that it stands for know nothing of data")
     before = sum(count_parameters(site.config, include_frozen=True) for site in routed_sites(model).values())
     ranks = _ranks(form, targets, rank, error, params)
-    found = [_fit(form, target, chosen, plain) for target, chosen in zip(targets, ranks, strict=True)]
+    # An error is promised in all logits alike, so then they are fitted alike.
+    minds = error is None and form.stretched is not Generator.stretched
+    found = [_fit(form, target, chosen, plain, minds) for target, chosen in zip(targets, ranks, strict=True)]
     heads, lost, whole = [], 0.0, 0.0
     for target, generator in zip(targets, found, strict=True):
         report, squares = _report(target, generator)
@@ -184,12 +187,28 @@ def _generator_budget(form: type[Generator], targets: Sequence[Target], params: 
     return params - own
 
 
-def _fit(form: type[Generator], target: Target, rank: Rank, plain: bool) -> Generator:
+def _fit(form: type[Generator], target: Target, rank: Rank, plain: bool, minds: bool) -> Generator:
     """The new generator, in the dtype of the old one."""
     old = target.head.generator
-    weight = dense_of(old)
-    new = form.from_dense(weight, rank) if plain else factorize(weight, form.name, rank, moment=target.measure)
-    return new.to(next(iter(old.state_dict().values())).dtype)
+    weight, metrics = dense_of(old), target.metrics() if minds else None
+    if plain:
+        new = form.from_dense(weight, rank)
+    elif metrics is None:
+        new = factorize(weight, form.name, rank, moment=target.measure)
+    else:
+        # Errors that the loss minds are made large, and W is taken back afterwards.
+        roots, stretched = [_root(metric) for metric in metrics], weight.double().cpu()
+        for mode, root in enumerate(roots, 2):
+            stretched = mode_product(stretched, root, mode)
+        new = factorize(stretched, form.name, rank, moment=target.measure)
+        new.load_state_dict(new.stretched([None, None, *(torch.linalg.inv(root) for root in roots)]))
+    old_tensor = next(iter(old.state_dict().values()))
+    return new.to(old_tensor.device, old_tensor.dtype)
+
+
+def _root(metric: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(metric)
+    return (vectors * values.sqrt()) @ vectors.T
 
 
 def _report(target: Target, generator: Generator) -> tuple[HeadReport, tuple[float, float]]:

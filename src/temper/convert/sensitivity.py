@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from temper.config import HEADS
 from temper.convert.moments import routed_sites
 
-# By site and head.
-Sensitivities = dict[str, dict[str, float]]
+# By site and head: (O, O), the logits of the head in their order.
+Sensitivities = dict[str, dict[str, Tensor]]
 
 
 def sensitivities(model: nn.Module, losses: Iterable[Tensor]) -> Sensitivities:
-    """The mean square of d loss / d bias of every head, over the losses of some texts.
+    """E[g g^T] of g = d loss / d bias for every head, over the losses of some texts.
 
-    The loss is nearly flat in some logits (a mixer that stays near the identity does not care) and steep in others:
-    to second order an error e of a logit costs this number times e^2, up to a factor that all have in common.
+    The loss is nearly flat in some logits (a mixer that stays near the identity does not care) and steep in others: to
+    second order an error e of the logits costs e^T E[g g^T] e, up to a factor that all have in common.
 
         temper.convert.sensitivities(model, (model.loss(row, targets) for row, targets in rows))
 
@@ -29,14 +29,15 @@ def sensitivities(model: nn.Module, losses: Iterable[Tensor]) -> Sensitivities:
     keys = [(name, head) for name in sites for head in HEADS]
     biases = [getattr(sites[name], head).bias for name, head in keys]
     had = [bias.requires_grad for bias in biases]
-    sums, seen = torch.zeros(len(biases), dtype=torch.float64), 0
+    sums, seen = [torch.zeros(bias.numel(), bias.numel(), dtype=torch.float64) for bias in biases], 0
     for bias in biases:
         bias.requires_grad_(True)
     try:
         with torch.enable_grad():
             for loss in losses:
-                grads = torch.autograd.grad(loss, biases)
-                sums += torch.stack([grad.double().square().mean().cpu() for grad in grads])
+                for total, grad in zip(sums, torch.autograd.grad(loss, biases), strict=True):
+                    flat = grad.flatten().double().cpu()
+                    total.addr_(flat, flat)
                 seen += 1
     finally:
         for bias, needed in zip(biases, had, strict=True):
@@ -44,6 +45,6 @@ def sensitivities(model: nn.Module, losses: Iterable[Tensor]) -> Sensitivities:
     if not seen:
         raise ValueError("no losses: expected at least one")
     found: Sensitivities = {name: {} for name in sites}
-    for (name, head), value in zip(keys, (sums / seen).tolist(), strict=True):
-        found[name][head] = value
+    for (name, head), total in zip(keys, sums, strict=True):
+        found[name][head] = total / seen
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from temper.generators import Generator
 from temper.generators.per_stream import PerStream
 from temper.router import Head
 
+# Added to what the loss minds along a mode, as a share of its mean: some texts do not show all of it.
+RIDGE = 0.1
+
 
 class Target(NamedTuple):
     """One generator that is to be replaced."""
@@ -24,7 +28,7 @@ class Target(NamedTuple):
     site: HyperConnection
     head_name: str
     moment: Moment | None
-    sensitivity: float
+    sensitivity: Tensor | None
 
     @property
     def head(self) -> Head:
@@ -37,7 +41,22 @@ class Target(NamedTuple):
     @property
     def share(self) -> float:
         """What a squared error of this generator counts among others."""
-        return self.head.gate.item() ** 2 * self.sensitivity
+        mean = 1.0 if self.sensitivity is None else self.sensitivity.diagonal().mean().item()
+        return self.head.gate.item() ** 2 * mean
+
+    def metrics(self) -> list[Tensor] | None:
+        """What the loss minds along every output mode, (O, O) each with a mean of 1 on the diagonal; None if unknown.
+
+        Their Kronecker product stands for the whole: a matrix along each mode leaves a low rank as low as it is.
+        """
+        if self.sensitivity is None or not self.sensitivity.any():
+            return None
+        modes, found = self.head.generator.out_modes, []
+        for k, mode in enumerate(modes):
+            before, after = math.prod(modes[:k]), math.prod(modes[k + 1 :])
+            part = torch.einsum("apbaqb->pq", self.sensitivity.view(before, mode, after, before, mode, after))
+            found.append(part / part.diagonal().mean() + RIDGE * torch.eye(mode, dtype=part.dtype))
+        return found
 
 
 def targets_of(
@@ -59,7 +78,7 @@ def targets_of(
             if not all(torch.isfinite(tensor).all() for tensor in generator.state_dict().values()):
                 raise ValueError(f"{name}: {head} has values that are not finite")
             moment = None if moments is None else moments[name]
-            targets.append(Target(name, site, head, moment, sensitivities[name][head] if sensitivities else 1.0))
+            targets.append(Target(name, site, head, moment, sensitivities[name][head] if sensitivities else None))
     return targets
 
 

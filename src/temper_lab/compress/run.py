@@ -29,7 +29,7 @@ from temper_lab.provenance import recipe_of
 
 FILE_NAME = "compress.json"
 # Rows of text, each with a backward pass.
-SENSITIVITY_ROWS = 32
+SENSITIVITY_ROWS = 64
 
 
 def compress(settings: Settings) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def _calibrate(subject: Subject, text: Text, settings: Settings, device: torch.d
 
 
 def _sensitivities(subject: Subject, text: Text, settings: Settings, device: torch.device) -> Any:
-    """What the loss minds, on some rows of the calibration text; only ranks that are to be chosen need it."""
-    if settings.calibrate is None or settings.rank is not None:
+    """What the loss minds, on some rows of the calibration text."""
+    if settings.calibrate is None:
         return None
 
     def losses() -> Iterator[Tensor]:
