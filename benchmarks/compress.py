@@ -171,8 +171,25 @@ def _predict(model: GPT, ids: Tensor) -> Tensor:
     return model(ids).double().log_softmax(-1).float()
 
 
+def _lost(points: list[Point]) -> list[Point]:
+    """Every point with its bits per byte above those of its dense model; a trained one, of the one of its seed."""
+    dense = {point["model"]: point["bpb"] for point in points if point["form"] == "dense"}
+    by_seed = {_seed(model): bpb for model, bpb in dense.items()}
+    found = []
+    for point in points:
+        base = dense.get(point["model"], by_seed.get(_seed(point["model"])))
+        if base is not None:
+            found.append({**point, "lost": point["bpb"] - base})
+    return found
+
+
+def _seed(model: str) -> str:
+    return model.rpartition("-")[2]
+
+
 def draw(points: list[Point], path: Path) -> None:
-    """Bits per byte, and how far predictions have moved, against added parameters; means over models."""
+    """What is lost, and how far predictions have moved, against added parameters; means over models."""
+    points = _lost(points)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -188,26 +205,28 @@ def draw(points: list[Point], path: Path) -> None:
             if not curve:
                 continue
             sizes = sorted(curve)
-            for axes, number in ((left, "bpb"), (right, "moved")):
+            for axes, number in ((left, "lost"), (right, "moved")):
                 values = [statistics.fmean(point[number] for point in curve[size]) for size in sizes]
                 axes.plot(
                     sizes, values, dash, color=color, marker="o", markersize=3, linewidth=1.3, label=f"{form}, {way}"
                 )
-    dense = [point for point in points if point["form"] == "dense"]
-    if dense:
-        mean = statistics.fmean(point["bpb"] for point in dense)
-        left.axhline(mean, color="#424242", linewidth=1, zorder=0, label="dense, trained")
+    for point in points:
+        if point["form"] == "dense":
+            left.axvline(point["added"], color="#9e9e9e", linewidth=0.8, zorder=0)
+    left.axhline(0, color="#424242", linewidth=1, zorder=0, label="dense, as trained")
     for index, point in enumerate(point for point in points if point["form"] == "trained"):
         left.plot(
-            point["added"], point["bpb"], "x", color="#ef6c00", label=None if index else "low rank from the start"
+            point["added"], point["lost"], "x", color="#ef6c00", label=None if index else "low rank from the start"
         )
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlabel("added parameters")
         axes.grid(True, which="major", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    left.set_ylabel("bits per byte, validation")
+    left.set_ylabel("bits per byte more than the dense model")
     right.set_yscale("log")
+    # Below is the rounding of the predictions.
+    right.set_ylim(bottom=1e-8)
     right.set_ylabel("divergence from the dense model, bits per byte")
     right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
     if any(label for label in left.get_legend_handles_labels()[1]):
