@@ -154,11 +154,11 @@ int main(int, char** words) {
         const int64_t n = 3;
         // cp of rank 2 with a mode of 3; tucker (2, 2, 2, 1) with modes 3 and 4; tt (2, 2) with a mode of 3; full gain.
         run_fold(
-            library, {n, dim, 1, 1, 1, 3, 2, 2, 2, 3, 4, 2, 2, 2, 1, 3, 1, 3, 2, 2},
+            library, {n, dim, 0, 1, 1, 3, 2, 2, 2, 3, 4, 2, 2, 2, 1, 3, 1, 3, 2, 2},
             {n * dim, n * 2, dim * 2, 3 * 2, 1, 3, 8, n * 2, dim * 2, 3 * 2, 4, 1, 12, n * 2, 2 * dim * 2, 2 * 3, 1, 3},
             (2 + 2 + 2) * n * dim, 2 * 3 + 2 * 12 + 2 * 3, 3 + 12 + 3);
         // Three dense ones with rank-one gain.
-        run_fold(library, {n, dim, 2, 0, 1, 3, 0, 2, 3, 3, 0, 1, 3},
+        run_fold(library, {n, dim, 1, 0, 1, 3, 0, 2, 3, 3, 0, 1, 3},
                  {n, dim, n * dim * 3, 1, 3, n * dim * 9, 1, 9, n * dim * 3, 1, 3}, 15 * n * dim, 0, 15);
     }
     return 0;

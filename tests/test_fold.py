@@ -7,8 +7,9 @@ import torch
 
 import temper
 from temper.generators import Generator
+from temper.norm import GAINS
 from temper.ops import cpu
-from temper.ops.plan import GAINS, Fold, Form, Plan
+from temper.ops.plan import Fold, Form, Plan
 from temper.router import Head
 
 pytestmark = pytest.mark.once

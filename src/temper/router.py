@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from temper.config import HEADS, Choice, RouterConfig, option_defaults
 from temper.gates import Gates
 from temper.generators import Generator
-from temper.norm import StreamNorm
+from temper.norm import GAINS, StreamNorm
 from temper.ops import autograd, backend, naive
-from temper.ops.plan import GAINS, Fold, Plan
+from temper.ops.plan import Fold, Plan
 from temper.precision import no_autocast, widen
 from temper.routing import Routing
 

@@ -25,9 +25,8 @@ class Fold(NamedTuple):
     bias: Tensor
 
 
-# The generators and gains of the native kernels, in the order of their codes.
+# The generators of the native kernels, in the order of their codes.
 FORMS = ("dense", "cp", "tucker", "tt")
-GAINS = ("none", "full", "rank-one", "feature")
 
 
 class Form(NamedTuple):

@@ -14,8 +14,10 @@
 
 namespace temper {
 
+// In the order of `temper.ops.plan.FORMS`.
 enum Kind : Index { DENSE, CP, TUCKER, TT };
-enum Gain : Index { NONE, FULL, RANK_ONE, FEATURE };
+// In the order of `temper.norm.GAINS`.
+enum Gain : Index { FULL, RANK_ONE, FEATURE, NONE };
 
 // Features that are folded before the next; sums over features are taken chunk by chunk.
 constexpr Index CHUNK = 256;
@@ -379,20 +381,27 @@ struct Site {
     }
 };
 
-// out[k] = sum_i weights[k * step_k + i * step_i] rows[i], rows of a chunk.
-template <class R>
-void mix_rows(const R* weights, Index step_k, Index step_i, const R* rows, Index num_rows, Index count, Index length,
-              R* out) {
+// f(k, d, sum_i weights[k * step_k + i * step_i] rows[i][d ..]) over rows of a chunk, vector by vector.
+template <class R, class F>
+void each_mixed(const R* weights, Index step_k, Index step_i, const R* rows, Index num_rows, Index count, Index length,
+                F&& f) {
     by_four(count, [&](Index k, auto num_k) {
         features<R>(0, length, [&](Index d, auto kind, auto num) {
             using V = decltype(kind);
-            constexpr int NK = num_k, U = num, W = Width<V>::value;
+            constexpr int NK = num_k, U = num;
             V acc[NK][U] = {};
             mix(acc, weights + k * step_k, step_k, step_i, rows, num_rows, CHUNK, d);
             for (int i = 0; i < NK; ++i)
-                for (int u = 0; u < U; ++u) store(out + (k + i) * CHUNK + d + u * W, acc[i][u]);
+                for (int u = 0; u < U; ++u) f(k + i, d + u * Width<V>::value, acc[i][u]);
         });
     });
+}
+
+template <class R>
+void mix_rows(const R* weights, Index step_k, Index step_i, const R* rows, Index num_rows, Index count, Index length,
+              R* out) {
+    each_mixed(weights, step_k, step_i, rows, num_rows, count, length,
+               [&](Index k, Index d, auto value) { store(out + k * CHUNK + d, value); });
 }
 
 // The lines of a head in a chunk of features, and their gradients on the way back.
@@ -446,18 +455,9 @@ void fold(const Index* form, int threads, const R* const* tensors, R* in_map, R*
                 const Index inner = head->inner, members = head->members;
                 const R* line = all.load(*head, weights + head->num_weights(), begin, length);
                 for (Index g = 0; g < head->groups; ++g, line += inner * CHUNK) {
-                    by_four(members, [&](Index m, auto num_m) {
-                        features<R>(0, length, [&](Index d, auto kind, auto num) {
-                            using V = decltype(kind);
-                            constexpr int NM = num_m, U = num, W = Width<V>::value;
-                            V acc[NM][U] = {};
-                            mix(acc, weights + m * inner, inner, 1, line, inner, CHUNK, d);
-                            for (int i = 0; i < NM; ++i) {
-                                const R* gain = &gains[(g * members + m + i) % n * CHUNK + d];
-                                for (int u = 0; u < U; ++u)
-                                    store(rows + (m + i) * dim + d + u * W, acc[i][u] * load<V>(gain + u * W));
-                            }
-                        });
+                    each_mixed(weights, inner, 1, line, inner, members, length, [&](Index m, Index d, auto value) {
+                        const R* gain = &gains[(g * members + m) % n * CHUNK + d];
+                        store(rows + m * dim + d, value * load<decltype(value)>(gain));
                     });
                     weights += members * inner, rows += members * dim;
                 }
@@ -488,22 +488,12 @@ void fold_backward(const Index* form, int threads, const R* const* tensors, cons
                 const R *core = weights + head->num_weights(), *line = all.load(*head, core, begin, length);
                 R *d_core = d_weights + head->num_weights(), *d_line = all.d_lines.data();
                 for (Index g = 0; g < head->groups; ++g, line += inner * CHUNK, d_line += inner * CHUNK) {
-                    by_four(members, [&](Index m, auto num_m) {
-                        features<R>(0, length, [&](Index d, auto kind, auto num) {
-                            using V = decltype(kind);
-                            constexpr int NM = num_m, U = num, W = Width<V>::value;
-                            V acc[NM][U] = {};
-                            mix(acc, weights + m * inner, inner, 1, line, inner, CHUNK, d);
-                            for (int i = 0; i < NM; ++i) {
-                                const Index at = (g * members + m + i) % n * CHUNK + d;
-                                for (int u = 0; u < U; ++u) {
-                                    const V slope = load<V>(rows + (m + i) * dim + d + u * W);
-                                    R* d_gain = &d_gains[at + u * W];
-                                    store(d_gain, load<V>(d_gain) + slope * acc[i][u]);
-                                    store(&pulled[(m + i) * CHUNK + d + u * W], slope * load<V>(&gains[at + u * W]));
-                                }
-                            }
-                        });
+                    each_mixed(weights, inner, 1, line, inner, members, length, [&](Index m, Index d, auto value) {
+                        using V = decltype(value);
+                        const Index at = (g * members + m) % n * CHUNK + d;
+                        const V slope = load<V>(rows + m * dim + d);
+                        store(&d_gains[at], load<V>(&d_gains[at]) + slope * value);
+                        store(&pulled[m * CHUNK + d], slope * load<V>(&gains[at]));
                     });
                     dots(pulled.data(), members, CHUNK, line, inner, CHUNK, length, d_weights, inner);
                     mix_rows(weights, 1, inner, pulled.data(), members, inner, length, d_line);
