@@ -84,10 +84,14 @@ def session(device: str = "auto") -> Iterator[World]:
     from torch import _dynamo  # noqa: F401
 
     dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=TIMEOUT)
+    # Python's own reference has to be the last: it gives up the interpreter's lock while gloo's threads are joined, and
+    # one of them may be waiting for the lock to let go of the tensors of the last exchange. DDP's would wait forever.
+    group = dist.group.WORLD
     try:
         yield World(rank, size, where)
     finally:
         dist.destroy_process_group()
+        del group
 
 
 _ENVIRONMENT = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
@@ -148,6 +152,10 @@ class Spread:
         for block in self.plain.blocks:
             fully_shard(block, mesh=mesh, ignored_params=ignored)
         fully_shard(self.plain, mesh=mesh, ignored_params=ignored)
+
+    def close(self) -> None:
+        """Leaves the plain model alone; DDP holds on to the other processes, so this comes before the session ends."""
+        self.module = self.plain
 
     def portion(self, *, is_last: bool) -> Any:
         """The context of one forward and backward pass; DDP exchanges gradients in the last of a step only."""

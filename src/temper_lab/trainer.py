@@ -318,6 +318,7 @@ class Trainer:
                 self.say(f"note: {name} was {before}, is {now.get(name)}: the last bits may differ")
 
     def close(self) -> None:
+        self.spread.close()
         for loader in self.loaders.values():
             loader.close()
         for file in self._files:

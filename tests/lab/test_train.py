@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import error_of, start
 from safetensors.torch import load_file
 
 import temper
@@ -30,11 +31,6 @@ def command(recipe: Path, out: Path, *options: str) -> list[str]:
 
 def losses(out: Path) -> list[float]:
     return [line["loss"] for line in metrics.read(out / "metrics.jsonl")]
-
-
-def start(*words: str) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True, env=env)
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
@@ -100,7 +96,7 @@ def test_the_loss_falls_for_every_preset(preset, tiny, tmp_path):
 def test_killed_at_a_random_step_and_resumed_it_is_the_unbroken_run(tiny, tmp_path, unbroken, capsys):
     out = tmp_path / "run"
     step = random.randint(1, 11)
-    process = start("temper_lab", *command(tiny, out))
+    process = start("-m", "temper_lab", *command(tiny, out))
     wait_for_step(out, step, process)
     process.kill()
     process.communicate()
@@ -141,10 +137,10 @@ def test_killed_again_and_again_it_is_still_the_unbroken_run(tiny, tmp_path, unb
 def test_sigterm_saves_and_says_how_to_resume(tiny, tmp_path):
     out = tmp_path / "run"
     options = ["--train.steps", "4000", "--train.save-every", "0", "--train.val-every", "0"]
-    process = start("temper_lab", *command(tiny, out, *options))
+    process = start("-m", "temper_lab", *command(tiny, out, *options))
     wait_for_step(out, 2, process)
     process.send_signal(signal.SIGTERM)
-    error = process.communicate(timeout=60)[1]
+    error = error_of(process)
     assert process.returncode == 128 + signal.SIGTERM
     step = len(losses(out))
     assert f"temper train --out {out} --resume" in error
@@ -236,9 +232,9 @@ def test_two_processes_are_one_process(parallel, tiny, tmp_path):
     options = ["--data.shares", "2", "--train.precision", "float64", "--train.steps", "6"]
     one, two = tmp_path / "one", tmp_path / "two"
     assert main(command(tiny, one, *options)) == 0
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "temper_lab"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "temper_lab"]
     process = start(*torchrun, *command(tiny, two, *options, "--train.parallel", parallel))
-    error = process.communicate(timeout=120)[1]
+    error = error_of(process)
     assert process.returncode == 0, error
     assert error.count("finished 6 steps") == 1
     for mine, theirs in zip(*(metrics.read(out / "metrics.jsonl") for out in (one, two)), strict=True):
@@ -250,7 +246,7 @@ def test_two_processes_are_one_process(parallel, tiny, tmp_path):
     (two / "checkpoints" / "step-000006" / "manifest.json").unlink()
     before = (two / "metrics.jsonl").read_bytes()
     process = start(*torchrun, "train", "--out", str(two), "--resume")
-    error = process.communicate(timeout=120)[1]
+    error = error_of(process)
     assert process.returncode == 0, error
     assert "step-000003" in error
     assert (two / "metrics.jsonl").read_bytes() == before
