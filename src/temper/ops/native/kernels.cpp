@@ -249,7 +249,7 @@ void pull_routed(const Tiles tiles, const Index count, const S* streams, const R
                 const R *row = packed + tiles.at(k, d), *slope = slopes + t;
                 for (Index r = 0; r < rows; ++r, row += Tiles::SIZE, slope += LANES) {
                     V line[U];
-                    times<U>([&](auto u) { line[u] = load<V>(row + u * W); });
+                    times<U>([&](auto u) { line[u] = in_register(load<V>(row + u * W)); });
                     times<NT>([&](auto a) { times<U>([&](auto u) { acc[a][u] += line[u] * slope[a]; }); });
                 }
                 times<NT>([&](auto a) { times<U>([&](auto u) { store(target + a * width + u * W, acc[a][u]); }); });
@@ -268,8 +268,7 @@ void pull_routed(const Tiles tiles, const Index count, const S* streams, const R
                     V acc[U];
                     for (int u = 0; u < U; ++u) acc[u] = load<V>(target + u * W);
                     for (int a = 0; a < NT; ++a) {
-                        V slope = same<V>(slopes[r * LANES + t + a]);
-                        in_register(slope);
+                        V slope = in_register(same<V>(slopes[r * LANES + t + a]));
                         for (int u = 0; u < U; ++u) acc[u] += h[a][u] * slope;
                     }
                     for (int u = 0; u < U; ++u) store(target + u * W, acc[u]);

@@ -55,13 +55,13 @@ struct Width<double> {
     static constexpr int value = 1;
 };
 
-// One number in every lane.
+// One number in every lane. Minus zero changes nothing, so nothing is computed; plus zero would make a zero of -0.
 template <class V>
 inline V same(double value) {
     if constexpr (Width<V>::value == 1)
         return V(value);
     else
-        return V{} + std::remove_reference_t<decltype(std::declval<V&>()[0])>(value);
+        return std::remove_reference_t<decltype(std::declval<V&>()[0])>(value) - V{};
 }
 
 // V is a Pack, or a single number for what is left of a row.
@@ -118,12 +118,14 @@ inline void store(BFloat16* p, float v) {
     p->bits = v == v ? std::uint16_t((word + 0x7fffu + ((word >> 16) & 1u)) >> 16) : std::uint16_t(0x7fc0u);
 }
 
-// Keeps a vector that is used several times in a register: left alone, GCC loads it again for every use.
+// Keeps a vector that is used several times in a register: left alone, GCC loads it again for every use. By value: a
+// reference to an entry of an array would be written back to the array, in memory.
 template <class V>
-inline void in_register([[maybe_unused]] V& v) {
+inline V in_register(V v) {
 #if defined(__AVX__)
     if constexpr (sizeof(V) <= 32) asm("" : "+x"(v));
 #endif
+    return v;
 }
 
 inline float total(float v) { return v; }

@@ -125,14 +125,11 @@ inline void mix(V (&acc)[NK][U], const R* weights, Index step_k, Index step_i, c
                 Index stride, Index d) {
     for (Index i = 0; i < num_rows; ++i) {
         V row[U];
-        for (int u = 0; u < U; ++u) {
-            row[u] = load<V>(rows + i * stride + d + u * Width<V>::value);
-            in_register(row[u]);
-        }
-        for (int k = 0; k < NK; ++k) {
+        times<U>([&](auto u) { row[u] = in_register(load<V>(rows + i * stride + d + u * Width<V>::value)); });
+        times<NK>([&](auto k) {
             R weight = weights[k * step_k + i * step_i];
-            for (int u = 0; u < U; ++u) acc[k][u] += row[u] * weight;
-        }
+            times<U>([&](auto u) { acc[k][u] += row[u] * weight; });
+        });
     }
 }
 
