@@ -31,8 +31,8 @@ def pull(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
     kernel, rows, columns = _scale(logits_NNT, iters)
     carry = kernel * rows[-1].unsqueeze(1) * columns[-1] * grad_NNT
     for k in range(iters, 0, -1):
-        carry -= (kernel * columns[k]) * (carry.sum(1) * rows[k]).unsqueeze(1)
-        carry -= (kernel * rows[k - 1].unsqueeze(1)) * (carry.sum(0) * columns[k])
+        carry.addcmul_(kernel * columns[k], (carry.sum(1) * rows[k]).unsqueeze(1), value=-1)
+        carry.addcmul_(kernel * rows[k - 1].unsqueeze(1), carry.sum(0) * columns[k], value=-1)
     return carry
 
 
