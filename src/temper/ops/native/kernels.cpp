@@ -227,11 +227,15 @@ void pull_mixed(const Index n, const Index dim, const S* grad, const S* d_x, con
 // What a block's streams get through the routing, and what they give to the gradient of the map:
 //     dH[n] = mixed[n] + own H[n] + sum_r dz[r] in_map[r, n],   din_map[r] += dz[r] H.
 // `slopes` is dz, eight tokens for every row; `packed` and `sums` are maps in tiles. The block is in the second cache
-// by now, so the order is that of the maps: four tokens share what is loaded of them.
+// by now, so the order is that of the maps: four tokens share what is loaded of them. This is all arithmetic, so
+// meanwhile the next block is fetched, what comes after `streams` and what comes after `grad`.
 template <class S, class R>
-void pull_routed(const Tiles tiles, const Index count, const S* streams, const R* mixed, const R* own, const R* slopes,
-                 const R* packed, R* sums, S* out) {
+void pull_routed(const Tiles tiles, const Index count, const S* streams, const S* grad, const R* mixed, const R* own,
+                 const R* slopes, const R* packed, R* sums, S* out) {
     const Index n = tiles.streams, dim = tiles.dim, rows = tiles.rows, width = n * dim;
+    constexpr int LINES = 4;
+    const Index bytes = LANES * width * sizeof(S), steps = n * (LANES / 4) * (dim / (2 * LANES)) * LINES;
+    Ahead next_streams(streams + LANES * width, bytes, steps), next_grad(grad + LANES * width, bytes, steps);
     for (Index k = 0; k < n; ++k) {
         by_four(count, [&](Index t, auto num_t) {
             features<R>(0, dim, [&](Index d, auto kind, auto num) {
@@ -246,6 +250,7 @@ void pull_routed(const Tiles tiles, const Index count, const S* streams, const R
                         acc[a][u] = load<V>(before + a * width + u * W) + load<V>(h + a * width + u * W) * own[t + a];
                     });
                 });
+                next_streams.go(LINES), next_grad.go(LINES);
                 const R *row = packed + tiles.at(k, d), *slope = slopes + t;
                 for (Index r = 0; r < rows; ++r, row += Tiles::SIZE, slope += LANES) {
                     V line[U];
@@ -381,8 +386,8 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
                 R factors[LANES];
                 for (int t = 0; t < LANES; ++t) factors[t] = own[t];
                 const R* slopes = reinterpret_cast<const R*>(routing.d_z.data());
-                pull_routed(tiles, count, h, mixed, factors, slopes, packed.get(), sum_in,
-                            d_streams + first * sizes.width);
+                pull_routed(tiles, count, h, grad ? grad + first * sizes.width : h, mixed, factors, slopes,
+                            packed.get(), sum_in, d_streams + first * sizes.width);
             }
             R* rest = sum_in + num_in;
             for (Index e = 0; e < sizes.maps; ++e) *rest++ = total(d_maps[e]);

@@ -15,12 +15,12 @@ namespace temper {
 constexpr int LANES = 8;
 using Index = std::int64_t;
 
-template <class Real>
+template <class Real, int count>
 struct PackOf {
-    typedef Real type __attribute__((vector_size(LANES * sizeof(Real))));
+    typedef Real type __attribute__((vector_size(count * sizeof(Real))));
 };
 template <class Real>
-using Pack = typename PackOf<Real>::type;
+using Pack = typename PackOf<Real, LANES>::type;
 
 typedef std::int32_t Int8 __attribute__((vector_size(32)));
 typedef std::uint32_t Word8 __attribute__((vector_size(32)));
@@ -130,11 +130,15 @@ inline V in_register(V v) {
 
 inline float total(float v) { return v; }
 inline double total(double v) { return v; }
+// Half by half, so that the first additions are of vectors.
 template <class V>
 inline auto total(V v) {
-    auto low = (v[0] + v[4]) + (v[2] + v[6]);
-    auto high = (v[1] + v[5]) + (v[3] + v[7]);
-    return low + high;
+    using R = std::remove_reference_t<decltype(std::declval<V&>()[0])>;
+    typename PackOf<R, LANES / 2>::type low, high;
+    std::memcpy(&low, &v, sizeof(low));
+    std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
+    low += high;
+    return (low[0] + low[2]) + (low[1] + low[3]);
 }
 
 // Elementary functions of eight tokens at once.

@@ -47,14 +47,18 @@ inline void features(Index begin, Index end, F&& f) {
     for (; d < end; ++d) f(d, R{}, Const<1>{});
 }
 
-// Features that are worked on before the next row: few enough for the first cache.
-constexpr Index SPAN = 1024;
+// Features that are worked on before the next row: few enough for the caches, and so many that adding up a vector at
+// the end of each span costs little.
+constexpr Index SPAN = 2048;
 
 // Fetches `bytes` from `from` on, which are wanted soon, in as many steps as `go` will be called.
 struct Ahead {
     Ahead(const void* from, Index bytes, Index steps)
         : at(static_cast<const char*>(from)), step((bytes + steps - 1) / std::max<Index>(1, steps)) {}
     void go() { __builtin_prefetch(at), at += step; }
+    void go(int times) {
+        for (int k = 0; k < times; ++k) go();
+    }
     const char* at;
     Index step;
 };
