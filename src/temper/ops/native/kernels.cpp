@@ -96,9 +96,18 @@ struct Routing {
     V rstd, slope;
 };
 
+// Entries of a block's tokens, (count, length), to (length) vectors with a token in every lane; and back.
 template <class R>
 inline void to_lanes(const R* rows, Index count, Index length, Pack<R>* lanes) {
-    for (Index e = 0; e < length; ++e) {
+    Index e = 0;
+    if (CAN_TRANSPOSE && count == LANES)
+        for (; e + LANES <= length; e += LANES) {
+            Pack<R> v[LANES];
+            for (int t = 0; t < LANES; ++t) v[t] = load<Pack<R>>(rows + t * length + e);
+            transpose(v);
+            for (int k = 0; k < LANES; ++k) lanes[e + k] = v[k];
+        }
+    for (; e < length; ++e) {
         Pack<R> v{};
         for (Index t = 0; t < count; ++t) v[t] = rows[t * length + e];
         lanes[e] = v;
@@ -106,7 +115,15 @@ inline void to_lanes(const R* rows, Index count, Index length, Pack<R>* lanes) {
 }
 template <class R>
 inline void from_lanes(const Pack<R>* lanes, Index count, Index length, R* rows) {
-    for (Index e = 0; e < length; ++e)
+    Index e = 0;
+    if (CAN_TRANSPOSE && count == LANES)
+        for (; e + LANES <= length; e += LANES) {
+            Pack<R> v[LANES];
+            for (int k = 0; k < LANES; ++k) v[k] = lanes[e + k];
+            transpose(v);
+            for (int t = 0; t < LANES; ++t) store(rows + t * length + e, v[t]);
+        }
+    for (; e < length; ++e)
         for (Index t = 0; t < count; ++t) rows[t * length + e] = lanes[e][t];
 }
 

@@ -141,6 +141,30 @@ inline auto total(V v) {
     return (low[0] + low[2]) + (low[1] + low[3]);
 }
 
+// Lane k of vector i becomes lane i of vector k: one bit of both numbers after the other changes places.
+#if defined(__clang__) || __GNUC__ >= 12
+constexpr bool CAN_TRANSPOSE = true;
+template <int bit, class V, int... K>
+inline void swap_bit(V& first, V& second, std::integer_sequence<int, K...>) {
+    V low = __builtin_shufflevector(first, second, (K & bit ? LANES + (K ^ bit) : K)...);
+    second = __builtin_shufflevector(first, second, (K & bit ? LANES + K : K ^ bit)...);
+    first = low;
+}
+template <int bit, class V>
+inline void swap_bits(V (&v)[LANES]) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & bit)) swap_bit<bit>(v[i], v[i | bit], std::make_integer_sequence<int, LANES>{});
+}
+template <class V>
+inline void transpose(V (&v)[LANES]) {
+    swap_bits<1>(v), swap_bits<2>(v), swap_bits<4>(v);
+}
+#else
+constexpr bool CAN_TRANSPOSE = false;
+template <class V>
+inline void transpose(V (&)[LANES]) {}
+#endif
+
 // Elementary functions of eight tokens at once.
 inline Pack<float> exp(Pack<float> x) {
     const Pack<float> magic = same<Pack<float>>(12582912.0f);
