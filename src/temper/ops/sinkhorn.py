@@ -18,7 +18,7 @@ def solve(logits_NNT: Tensor, iters: int) -> Tensor:
     if not _can_scale(logits_NNT):
         return _rounds(logits_NNT, iters)[-1].exp()
     kernel, rows, columns = _scale(logits_NNT, iters)
-    return kernel * rows[-1].unsqueeze(1) * columns[-1]
+    return kernel * rows[-1] * columns[-1]
 
 
 def pull(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
@@ -29,10 +29,10 @@ def pull(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
     if not _can_scale(logits_NNT):
         return _pull_by_logs(logits_NNT, grad_NNT, iters)
     kernel, rows, columns = _scale(logits_NNT, iters)
-    carry = kernel * rows[-1].unsqueeze(1) * columns[-1] * grad_NNT
+    carry = kernel * rows[-1] * columns[-1] * grad_NNT
     for k in range(iters, 0, -1):
-        carry.addcmul_(kernel * columns[k], (carry.sum(1) * rows[k]).unsqueeze(1), value=-1)
-        carry.addcmul_(kernel * rows[k - 1].unsqueeze(1), carry.sum(0) * columns[k], value=-1)
+        carry.addcmul_(kernel * columns[k], carry.sum(1, keepdim=True) * rows[k], value=-1)
+        carry.addcmul_(kernel * rows[k - 1], carry.sum(0) * columns[k], value=-1)
     return carry
 
 
@@ -48,10 +48,11 @@ def _can_scale(logits_NNT: Tensor) -> bool:
 def _scale(logits_NNT: Tensor, iters: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     # The column's own maximum cancels in the first normalisation.
     kernel = (logits_NNT - logits_NNT.amax(0)).exp_()
-    rows, columns = [torch.ones_like(kernel[0])], [torch.ones_like(kernel[0])]
+    # (N, 1, T) and (N, T).
+    rows, columns = [torch.ones_like(kernel[:, :1])], [torch.ones_like(kernel[0])]
     for _ in range(iters):
-        columns.append((kernel * rows[-1].unsqueeze(1)).sum(0).reciprocal_())
-        rows.append((kernel * columns[-1]).sum(1).reciprocal_())
+        columns.append((kernel * rows[-1]).sum(0).reciprocal_())
+        rows.append((kernel * columns[-1]).sum(1, keepdim=True).reciprocal_())
     return kernel, rows, columns
 
 
