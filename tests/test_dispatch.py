@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import temper
@@ -202,6 +204,48 @@ def test_a_state_may_be_finished_twice():
 
 
 OPERATORS = ["fold", "fold_backward", "begin", "finish", "finish_backward", "begin_backward", "mix", "mix_backward"]
+
+
+PASSES = {"temper::fold", "temper::begin", "temper::finish"}
+PASSES |= {f"{name}_backward" for name in PASSES}
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that come by."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_and_the_profiler_see_operators_and_nobody_else_pays_for_them(monkeypatch):
+    module, streams = site(), streams_of(3)
+    want = run(module, streams)
+    with Seen() as seen:
+        assert_close(run(module, streams), want, 0)
+    assert seen.names >= PASSES
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        assert_close(run(module, streams), want, 0)
+    assert {event.name for event in profiler.events()} >= PASSES
+    monkeypatch.setattr(cpu, "_WATCHERS", ())
+    # Without a watcher even a mode is passed by.
+    with Seen() as seen:
+        assert_close(run(module, streams), want, 0)
+    assert not seen.names & PASSES
+
+
+def test_tensors_of_other_kinds_go_through_the_dispatcher():
+    class Other(torch.Tensor):
+        pass
+
+    plain = torch.ones(1)
+    assert cpu._operator("begin", plain, None, nn.Parameter(plain)) is cpu._begin
+    for tensor in (plain.as_subclass(Other), plain.to("meta")):
+        assert cpu._operator("begin", plain, tensor) is torch.ops.temper.begin
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -60,28 +61,31 @@ def serves(plan: Plan, mixer: Mixer, dtype: torch.dtype) -> bool:
 def fold(tensors: tuple[Tensor, ...], plan: Plan, dtype: torch.dtype) -> Fold:
     """The gain, the generators, the gates and the biases folded together, for streams of this dtype."""
     sizes = [sum(plan.rows), sum(plan.map_sizes), sum(plan.logits_of)]
-    return Fold(*torch.ops.temper.fold(tensors, plan.form, sizes, dtype == torch.bfloat16))
+    return Fold(*_operator("fold", *tensors)(tensors, plan.form, sizes, dtype == torch.bfloat16))
 
 
 def fold_backward(d_fold: Fold, tensors: tuple[Tensor, ...], plan: Plan, dtype: torch.dtype) -> list[Tensor]:
     """The gradients of the tensors."""
-    result: list[Tensor] = torch.ops.temper.fold_backward(*d_fold, tensors, plan.form, dtype == torch.bfloat16)
+    pull = _operator("fold_backward", *d_fold, *tensors)
+    result: list[Tensor] = pull(*d_fold, tensors, plan.form, dtype == torch.bfloat16)
     return result
 
 
 def begin(streams_TND: Tensor, fold: Fold, plan: Plan, mixer: Mixer) -> Begun:
     """x, the routing weights and what is kept for the backward."""
-    return Begun(*torch.ops.temper.begin(streams_TND, *fold, *plan.numbers))
+    return Begun(*_operator("begin", streams_TND, *fold)(streams_TND, *fold, *plan.numbers))
 
 
 def finish(streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
     """The next streams."""
-    result: Tensor = torch.ops.temper.finish(streams_TND, _branch(y_TD, streams_TND), weights_TK, *plan.numbers)
+    tensors = (streams_TND, _branch(y_TD, streams_TND), weights_TK)
+    result: Tensor = _operator("finish", *tensors)(*tensors, *plan.numbers)
     return result
 
 
 def finish_(streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
     """The next streams in the place of the streams."""
+    # Through the dispatcher, which counts changes.
     torch.ops.temper.finish_(streams_TND, _branch(y_TD, streams_TND), weights_TK, *plan.numbers)
     return streams_TND
 
@@ -90,8 +94,8 @@ def finish_backward(
     grad_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """The gradients of y and of the routing weights."""
-    y = _branch(y_TD, streams_TND)
-    d_y, d_weights = torch.ops.temper.finish_backward(grad_TND, streams_TND, y, weights_TK, *plan.numbers)
+    tensors = (grad_TND, streams_TND, _branch(y_TD, streams_TND), weights_TK)
+    d_y, d_weights = _operator("finish_backward", *tensors)(*tensors, *plan.numbers)
     return d_y.to(y_TD.dtype), d_weights
 
 
@@ -108,9 +112,8 @@ def begin_backward(
     mixer: Mixer,
 ) -> tuple[Tensor, Fold]:
     """The gradients of the streams and of the folded weights."""
-    d_streams, *d_fold = torch.ops.temper.begin_backward(
-        grad_TND, d_x_TD, d_weights_TK, streams_TND, *fold, weights_TK, z_TR, norms_T2, *plan.numbers
-    )
+    tensors = (grad_TND, d_x_TD, d_weights_TK, streams_TND, *fold, weights_TK, z_TR, norms_T2)
+    d_streams, *d_fold = _operator("begin_backward", *tensors)(*tensors, *plan.numbers)
     return d_streams, Fold(*d_fold)
 
 
@@ -130,6 +133,38 @@ def _branch(y: Tensor, streams: Tensor) -> Tensor:
     """y in a dtype that the kernels take beside the streams."""
     pairs = (torch.float32, torch.bfloat16)
     return y if y.dtype == streams.dtype or {y.dtype, streams.dtype} == set(pairs) else y.to(streams.dtype)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _watchers() -> tuple[Callable[[], object], ...]:
+    """Who has to see every operator: tracers, modes, functional transforms (levels count from one), the profiler."""
+    try:
+        return (
+            torch.compiler.is_compiling,
+            torch._C._is_tracing,
+            torch._C._len_torch_dispatch_stack,
+            torch._C._functorch.maybe_current_level,
+            torch._C._autograd._profiler_enabled,
+        )
+    except AttributeError:
+        # A torch that has other names for them: better slow than unseen.
+        return (lambda: True,)
+
+
+_WATCHERS = _watchers()
+
+
+def _operator(name: str, *tensors: Tensor | None) -> Callable[..., Any]:
+    """An operator for these tensors, past torch's dispatcher if nobody would know (docs/LOG.md: what that saves)."""
+    # Other kinds of tensor have no memory of their own, or none here.
+    if not any(watches() for watches in _WATCHERS) and all(
+        tensor is None or (type(tensor) in _PLAIN and tensor.is_cpu) for tensor in tensors
+    ):
+        return _DOES[name]
+    operator: Callable[..., Any] = getattr(torch.ops.temper, name)
+    return operator
 
 
 # What the operators do.
@@ -430,6 +465,7 @@ _OPERATORS = (
         _empty_mix_backward,
     ),
 )
+_DOES = {schema.split("(")[0]: function for schema, function, _ in _OPERATORS}
 _library = torch.library.Library("temper", "DEF")
 for _schema, _function, _fake in _OPERATORS:
     _library.define(_schema)
