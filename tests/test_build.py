@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import temper
-from temper.ops import build, cpu, fused, naive
+from temper.ops import build, cpu, fused, naive, operators
 from temper.ops.backend import choose
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """A process that has built nothing yet, with an empty cache in `tmp_path / "cache"`."""
-    caches = (build.library, build._identity, cpu._kernel)
+    caches = (build.library, build._identity, operators._kernel)
     monkeypatch.setattr(build, "_warned", False)
     monkeypatch.setenv("TEMPER_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import temper
 from temper.ops import backend as backend_module
-from temper.ops import cpu, fused, naive
+from temper.ops import cpu, fused, naive, operators
 
 DIM = 16
 fast = pytest.mark.parametrize("backend", ["fused", "cpu"])
@@ -231,7 +231,7 @@ def test_modes_and_the_profiler_see_operators_and_nobody_else_pays_for_them(monk
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         assert_close(run(module, streams), want, 0)
     assert {event.name for event in profiler.events()} >= PASSES
-    monkeypatch.setattr(cpu, "_WATCHERS", ())
+    monkeypatch.setattr(operators, "_WATCHERS", ())
     # Without a watcher even a mode is passed by.
     with Seen() as seen:
         assert_close(run(module, streams), want, 0)
@@ -243,9 +243,9 @@ def test_tensors_of_other_kinds_go_through_the_dispatcher():
         pass
 
     plain = torch.ones(1)
-    assert cpu._operator("begin", plain, None, nn.Parameter(plain)) is cpu._begin
+    assert operators.operator("begin", plain, None, nn.Parameter(plain)) is operators._begin
     for tensor in (plain.as_subclass(Other), plain.to("meta")):
-        assert cpu._operator("begin", plain, tensor) is torch.ops.temper.begin
+        assert operators.operator("begin", plain, tensor) is torch.ops.temper.begin
 
 
 @pytest.mark.parametrize("name", OPERATORS)

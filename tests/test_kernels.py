@@ -15,7 +15,7 @@ import torch
 
 import cases
 import test_fold
-from temper.ops import build, cpu
+from temper.ops import build, cpu, operators
 
 HERE = Path(__file__).parent
 STORED = (torch.float32, torch.bfloat16, torch.float64)
@@ -111,7 +111,7 @@ def call(name, plan, tokens, flags, tensors, at_end, dtype):
     """A kernel with every tensor between guard pages; what it left in them."""
     blocks = [None if tensor is None else Guarded(tensor, at_end) for tensor in tensors]
     pointers = [None if block is None else block.address for block in blocks]
-    cpu._kernel(name, dtype)(cpu._prepare(*plan.numbers)[2], tokens, 1, *flags, *pointers)
+    operators._kernel(name, dtype)(operators._prepare(*plan.numbers)[2], tokens, 1, *flags, *pointers)
     return [None if block is None else block.read() for block in blocks]
 
 
@@ -184,10 +184,10 @@ def fold_between_guards(at_end):
                 given = [Guarded(tensor, at_end) for tensor in tensors]
                 made = [Guarded(blank(*part.shape, like=part), at_end) for part in plain]
                 slopes = [Guarded(blank(*tensor.shape, like=tensor), at_end) for tensor in tensors]
-                form = cpu._form(site.plan.form)
+                form = operators._form(site.plan.form)
                 addresses = [block.address for block in made]
-                cpu._kernel("fold", dtype)(form, 1, _addresses(given), *addresses)
-                cpu._kernel("fold_backward", dtype)(form, 1, _addresses(given), *addresses, _addresses(slopes))
+                operators._kernel("fold", dtype)(form, 1, _addresses(given), *addresses)
+                operators._kernel("fold_backward", dtype)(form, 1, _addresses(given), *addresses, _addresses(slopes))
                 results = [block.read() for block in (*made, *slopes)]
                 for got, wanted in zip(
                     results, [*plain, *cpu.fold_backward(plain, tensors, site.plan, dtype)], strict=True
@@ -247,7 +247,7 @@ def test_memcheck_finds_nothing_in_the_kernels_own_memory(tmp_path):
     source = [str(HERE / "memcheck.cpp"), "-I", str(build.SOURCES), "-ldl", "-o", str(program)]
     subprocess.run([compiler, "-std=c++17", "-g", *source], check=True)
     for dtype in STORED:
-        library = build.library(cpu.STORED[dtype])._name
+        library = build.library(operators.STORED[dtype])._name
         wide = torch.promote_types(dtype, torch.float32)
         checked = [
             "valgrind",

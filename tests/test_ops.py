@@ -7,7 +7,7 @@ import torch
 
 import cases
 from temper.mixers import Mixer
-from temper.ops import autograd, cpu, fused, naive
+from temper.ops import autograd, cpu, fused, naive, operators
 from temper.ops.plan import Fold
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [cpu, fused], ids=["cpu", "fused"])
@@ -63,7 +63,7 @@ def test_a_site_is_the_definition(implementation, mixer, num_streams, dim, token
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("projected", [0, 10**9], ids=["matrix product", "kernel"])
 def test_ragged_shapes(monkeypatch, dim, projected):
-    monkeypatch.setattr(cpu, "PROJECTED", projected)
+    monkeypatch.setattr(operators, "PROJECTED", projected)
     for tokens, num_streams in zip(TOKENS, itertools.cycle((4, 3, 5)), strict=False):
         case = cases.make("kronecker", num_streams, dim, tokens, dtype=torch.float32)
         assert_is_the_definition(cpu, case)
@@ -75,7 +75,7 @@ def test_both_ways_to_project_are_the_same(monkeypatch, generator, dtype):
     case = cases.make("sinkhorn", 4, 133, 300, generator=generator, dtype=dtype)
     results = []
     for projected in (0, 10**9):
-        monkeypatch.setattr(cpu, "PROJECTED", projected)
+        monkeypatch.setattr(operators, "PROJECTED", projected)
         results.append(cases.run(cpu, case))
     # Rounded to bf16, the two may fall on either side of a tie: one step of 2^-8.
     tolerance = 2**-8 if dtype == torch.bfloat16 else TOLERANCE[dtype]
@@ -86,7 +86,7 @@ def test_both_ways_to_project_are_the_same(monkeypatch, generator, dtype):
 @pytest.mark.parametrize("used", [("d_x",), ("grad",), ("d_weights",), ("grad", "d_x"), ("d_x", "d_weights")], ids=str)
 @pytest.mark.parametrize("projected", [0, 10**9], ids=["matrix product", "kernel"])
 def test_a_gradient_that_does_not_come_is_zero(implementation, used, projected, monkeypatch):
-    monkeypatch.setattr(cpu, "PROJECTED", projected)
+    monkeypatch.setattr(operators, "PROJECTED", projected)
     case = cases.make("sinkhorn", 5, 19, 11)
     case = case.but(**{name: None for name in ("grad", "d_x", "d_weights") if name not in used})
     assert_is_the_definition(implementation, case)

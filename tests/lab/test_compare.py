@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from core_bundles import write_bundle
+from processes import error_of
 
 from temper_lab import metrics
 from temper_lab.checkpoint import latest
@@ -162,7 +163,7 @@ def test_a_run_that_is_killed_does_not_stop_the_others(tiny, unbroken, launch, t
     until(lambda: steps(out, KEYS[2]) >= step, process)
     (child,) = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_starter(pid, out, KEYS[2])]
     os.kill(child, signal.SIGKILL)
-    error = process.communicate(timeout=120)[1]
+    error = error_of(process)
     assert process.returncode == 1
     assert f"{KEYS[2]} killed: killed by SIGKILL at step" in error
     assert f"again with: temper compare --out {out}" in error
@@ -186,7 +187,7 @@ def test_told_to_stop_the_runs_save_and_without_the_study_they_stop_too(tiny, la
     until(lambda: steps(out, key) >= 2, process)
     assert main(command(tiny, out, launch, *options)) == 1
     process.send_signal(signal.SIGTERM)
-    error = process.communicate(timeout=60)[1]
+    error = error_of(process)
     assert process.returncode == 128 + signal.SIGTERM
     assert f"continue with: temper compare --out {out}" in error
     found = results.read(out)["runs"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from temper.ops import build, cpu, fused, naive
+from temper.ops import build, cpu, fused, naive, operators
 from temper.ops.plan import Plan
 from temper.registry import unknown
 
@@ -34,7 +34,7 @@ def choose(streams: Tensor, plan: Plan, mixer: Mixer) -> ModuleType:
     if asked == "naive":
         return naive
     # float64 is for checking, where plain torch is easier to believe; the kernels have it for those who ask.
-    wants = (torch.float32, torch.bfloat16) if asked == "auto" else tuple(cpu.STORED)
+    wants = (torch.float32, torch.bfloat16) if asked == "auto" else tuple(operators.STORED)
     on_cpu = streams.device.type == "cpu" and streams.dtype in wants
     if asked != "fused" and on_cpu and cpu.serves(plan, mixer, streams.dtype):
         return cpu

@@ -56,8 +56,8 @@ struct Ahead {
     Ahead(const void* from, Index bytes, Index steps)
         : at(static_cast<const char*>(from)), step((bytes + steps - 1) / std::max<Index>(1, steps)) {}
     void go() { __builtin_prefetch(at), at += step; }
-    void go(int times) {
-        for (int k = 0; k < times; ++k) go();
+    void go(int count) {
+        for (int k = 0; k < count; ++k) go();
     }
     const char* at;
     Index step;

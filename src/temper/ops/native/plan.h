@@ -1,4 +1,4 @@
-// What the kernels are told about a site; `temper.ops.cpu` has the same fields in the same order.
+// What the kernels are told about a site; `temper.ops.operators` has the same fields in the same order.
 #pragma once
 
 #include <cstdint>
