@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two processes with a thread each beat one with two: the tests are many and small.
 JOBS ?= 2
 
-.PHONY: setup demo test lint browser bench clean
+.PHONY: setup demo test lint browser docs bench clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A broken link, a warning or a public name without a docstring fails the build.
+docs: setup
+	test -f $(VENV)/.docs || { $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' \
+	  && touch $(VENV)/.docs; }
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "the site is in build/site: $(BIN)/python -m http.server --directory build/site"
 
 bench: setup
 	$(BIN)/temper bench --out bench/bench.json --plot bench/bench.png

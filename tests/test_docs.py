@@ -1,5 +1,6 @@
 """What the documents say is what the code does: their examples run, their suites pass, their links lead somewhere."""
 
+import os
 import re
 import subprocess
 import sys
@@ -42,3 +43,23 @@ def test_the_table_of_the_readme_is_the_library():
         for num_streams, count in zip((4, 8), counts, strict=True):
             config = temper.preset(name, num_streams=num_streams, dim=768)
             assert 24 * temper.count_parameters(config) == int(count.replace(",", "")), name
+
+
+@pytest.mark.once
+def test_the_tutorial_runs_as_written(tmp_path):
+    # Python blocks share one process up to the first command, as a reader's session would; commands run in between.
+    text = (ROOT / "docs/tutorial.md").read_text()
+    parts = re.findall(r"```(python|bash)\n(.*?)```", text, re.DOTALL)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    pending = ""
+    for kind, body in [*parts, ("bash", "true")]:
+        if kind == "python":
+            pending += body
+            continue
+        for command in ([sys.executable, "-c", pending] if pending else None, ["bash", "-euc", body]):
+            if command:
+                done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+                assert done.returncode == 0, done.stderr
+        pending = ""
+    assert (tmp_path / "study/report.html").is_file()
+    assert (tmp_path / "people.html").is_file()

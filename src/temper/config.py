@@ -46,6 +46,7 @@ class Choice:
 
     @property
     def options(self) -> dict[str, Any]:
+        """The options as a new dictionary."""
         return dict(self.items)
 
     def using(self, **options: Any) -> Choice:
@@ -139,6 +140,7 @@ class RouterConfig:
         return (Generator.named(choice.name), *self.modes(head), choice.options)
 
     def build_generator(self, head: str) -> Generator:
+        """Builds the generator of one head: "pre", "res" or "post"."""
         generator, in_modes, out_modes, options = self.generator(head)
         return generator(in_modes, out_modes, **options)
 

@@ -49,6 +49,7 @@ class GeneratorSuite:
         return weight
 
     def build(self, in_modes: Modes, out_modes: Modes, dtype: torch.dtype = torch.float64) -> Generator:
+        """Builds the generator under test; skips modes that it refuses."""
         generator_class = Generator.named(self.name)
         try:
             generator_class.check_modes(in_modes, out_modes)

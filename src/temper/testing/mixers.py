@@ -30,6 +30,7 @@ class MixerSuite:
         raise NotImplementedError
 
     def build(self, num_streams: int) -> Mixer:
+        """Builds the mixer under test; skips a number of streams that it refuses."""
         mixer_class = Mixer.named(self.name)
         if reason := mixer_class.refusal(num_streams):
             with pytest.raises(ValueError, match="N="):
@@ -38,6 +39,7 @@ class MixerSuite:
         return mixer_class(num_streams, **self.options).to(torch.float64)
 
     def logits(self, mixer: Mixer, *lead: int, scale: float = 1.0) -> Tensor:
+        """Random logits, the same every time, with leading dimensions `lead`."""
         torch.manual_seed(0)
         return scale * torch.randn(*lead, *mixer.logit_shape, dtype=torch.float64)
 

@@ -44,5 +44,6 @@ class Gap:
 
     @property
     def holds(self) -> bool:
+        """Whether no measured value exceeds its bound."""
         # Not "is not larger": what is not a number does not hold either.
         return self.ratio_max <= 1
