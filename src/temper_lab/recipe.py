@@ -47,6 +47,10 @@ class DataSettings:
         cut_long: what does not fit into a row becomes several documents; if not, only its beginning is used.
         shares: how many disjoint parts the documents are dealt into, a multiple of the number of processes; 0 for one
             per process. With a number, any number of processes trains on the same batches.
+        in_memory_mb: training text of up to so many MB is tokenized at the start and held in memory, and each epoch is
+            one permutation of all of it.
+        shuffle_mb: more text than that is read in windows of so many MB from all over the corpus, each shuffled;
+            every share takes about so much memory.
     """
 
     corpus: str = "sotu"
@@ -54,9 +58,11 @@ class DataSettings:
     max_chars: int = 20_000
     cut_long: bool = True
     shares: int = 0
+    in_memory_mb: int = 1000
+    shuffle_mb: int = 128
 
     def __post_init__(self) -> None:
-        _at_least("data", self, max_chars=0, shares=0)
+        _at_least("data", self, max_chars=0, shares=0, in_memory_mb=0, shuffle_mb=1)
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction is {self.val_fraction}; expected a number between 0 and 1")
 

@@ -74,6 +74,8 @@ class Trainer:
                 world=self.split.shares,
                 seed=settings.seed,
                 cut_long=data.cut_long,
+                in_memory_mb=data.in_memory_mb,
+                shuffle_mb=data.shuffle_mb,
             )
         self.val_batches = validation_batches(
             corpus, self.tokenizer, settings.rows, self.config.context, settings.val_batches, cut_long=data.cut_long
@@ -99,6 +101,8 @@ class Trainer:
         """Trains until the last step, or until somebody wishes to stop; whether it is finished."""
         settings = self.recipe.train
         if self.step < settings.steps:
+            for loader in self.loaders.values():
+                loader.prepare(is_shown=self.world.is_first)
             portions = self.split.num_portions // self.world.size
             self.say(
                 plan.measured(self._rehearse, self.recipe, self.world.device, portions, settings.steps - self.step)

@@ -26,7 +26,7 @@ def info(corpus: str = "sotu", val_fraction: float = 0.05) -> None:
         num_documents = num_chars = num_bytes = 0
         with Bar(f"reading {split}", len(groups)) as bar:
             for count, group in enumerate(groups, 1):
-                for text in opened.documents(split, group):
+                for _, text in opened.documents(split, group):
                     num_documents, num_chars = num_documents + 1, num_chars + len(text)
                     num_bytes += len(text.encode())
                 bar.update(count, f"{num_documents:,} documents")

@@ -19,6 +19,8 @@ SHARD = re.compile(r"shard_\d+\.parquet")
 COUNTED = 10_000
 # Fewer documents than this are cut into at least about twice as many pieces before they are split.
 FEW = 20
+# Documents are numbered by a hash of this many values.
+HASHES = 2**48
 
 
 def open_corpus(spec: str | Path, *, val_fraction: float = 0.05, max_chars: int | None = 20_000) -> Corpus:
@@ -37,7 +39,10 @@ def open_corpus(spec: str | Path, *, val_fraction: float = 0.05, max_chars: int 
 
 
 class Corpus:
-    """Row groups of documents. `groups(split)` lists them, `documents(split, group)` reads one."""
+    """Row groups of documents. `groups(split)` lists them, `documents(split, group)` reads one.
+
+    A document is what goes to one side of the split as a whole; a long one is read as several texts.
+    """
 
     def __init__(self, name: str, files: list[tuple[Path, str]], *, val_fraction: float, max_chars: int | None) -> None:
         self.name = name
@@ -63,18 +68,25 @@ class Corpus:
         is_val = split == "val"
         return [index for index, group in enumerate(self._groups) if (group[0].name == self._val_file) == is_val]
 
-    def documents(self, split: str, group: int) -> Iterator[str]:
-        """The documents of one group that belong to a split, in order."""
+    def num_bytes(self, split: str, group: int) -> float:
+        """About how many bytes of text one group holds for a split; known without reading it."""
+        _check_split(split)
+        share = self._threshold if split == "val" else 1 - self._threshold
+        return sum(part.size for part in self._groups[group]) * (share if self._val_file is None else 1)
+
+    def documents(self, split: str, group: int) -> Iterator[tuple[int, str]]:
+        """The texts of one group that belong to a split, in order, each with the number of its document."""
         _check_split(split)
         is_val = split == "val"
-        for key, piece in self._read(self._groups[group]):
+        for key, text in self._read(self._groups[group]):
             if self._is_val(key) == is_val:
-                yield piece
+                yield _hash(key), text
 
     def texts(self, split: str = "train") -> Iterator[str]:
-        """All documents of a split, in order; a tokenizer trains on these."""
+        """All texts of a split, in order; a tokenizer trains on these."""
         for group in self.groups(split):
-            yield from self.documents(split, group)
+            for _, text in self.documents(split, group):
+                yield text
 
     @property
     def fingerprint(self) -> str:
@@ -86,16 +98,16 @@ class Corpus:
         return digest.hexdigest()
 
     def _read(self, group: list[Part]) -> Iterator[tuple[str, str]]:
-        """Every piece in a group with the key that decides its split."""
+        """Every text in a group with the key of its document, which decides its split."""
         for part in group:
-            for position, text in formats.read(part):
-                for number, piece in enumerate(cut(text, self.max_chars)):
-                    yield f"{part.name}:{position}:{number if self._by_piece else 0}", piece
+            for position, whole in formats.read(part):
+                for number, text in enumerate(cut(whole, self.max_chars)):
+                    yield f"{part.name}:{position}:{number if self._by_piece else 0}", text
 
     def _is_val(self, key: str) -> bool:
         if self._val_file is not None:
             return key.startswith(f"{self._val_file}:")
-        return _unit_hash(key) < self._threshold
+        return _hash(key) / HASHES < self._threshold
 
     def _choose_split(self) -> None:
         """Sets the threshold so that a small corpus gets its exact share, and each side at least one document."""
@@ -119,7 +131,7 @@ class Corpus:
             seen[key] = seen.get(key, 0) + len(piece)
             if len(seen) == COUNTED:
                 break
-        return [_unit_hash(key) for key in seen], sum(seen.values())
+        return [_hash(key) / HASHES for key in seen], sum(seen.values())
 
     def __repr__(self) -> str:
         return f"Corpus({self.name!r}, {len(self._files)} files, {len(self._groups)} row groups)"
@@ -142,9 +154,9 @@ def cut(text: str, max_chars: int | None) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def _unit_hash(key: str) -> float:
-    """A number in [0, 1) that is the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest()) / 2**48
+def _hash(key: str) -> int:
+    """A number below HASHES that is the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest())
 
 
 def _grouped(parts: list[Part]) -> list[list[Part]]:

@@ -18,12 +18,17 @@ GROUP_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of one file: a parquet row group, a byte range of jsonl, or a whole text file."""
+    """A stretch of one file: a parquet row group, a byte range of jsonl, or a whole text file.
+
+    Args:
+        size: about how many bytes of text it holds.
+    """
 
     path: Path
     name: str
     start: int
     stop: int
+    size: int
 
 
 Document = tuple[str, str]
@@ -35,10 +40,18 @@ def parts(path: Path, name: str) -> list[Part]:
     size = path.stat().st_size
     if path.suffix == ".parquet":
         with open_parquet(path) as file:
-            return [Part(path, name, index, index + 1) for index in range(file.num_row_groups)]
+            sizes = [_text_bytes(file.metadata.row_group(index)) for index in range(file.num_row_groups)]
+        return [Part(path, name, index, index + 1, size) for index, size in enumerate(sizes)]
     if path.suffix == ".jsonl":
-        return [Part(path, name, start, min(start + GROUP_BYTES, size)) for start in range(0, size, GROUP_BYTES)]
-    return [Part(path, name, 0, size)]
+        starts = range(0, size, GROUP_BYTES)
+        stops = [min(start + GROUP_BYTES, size) for start in starts]
+        return [Part(path, name, *span, span[1] - span[0]) for span in zip(starts, stops, strict=True)]
+    return [Part(path, name, 0, size, size)]
+
+
+def _text_bytes(group: pyarrow.parquet.RowGroupMetaData) -> int:
+    columns = (group.column(index) for index in range(group.num_columns))
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == "text")
 
 
 def read(part: Part) -> Iterator[Document]:

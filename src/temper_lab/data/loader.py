@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import array
-import copy
+import dataclasses
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from temper_lab.data.corpus import Corpus
-from temper_lab.data.packing import Packer
-from temper_lab.data.reader import START, Reader, Stream
+from temper_lab.data.reader import Reader
+from temper_lab.data.stream import Place, Stream, Window
+from temper_lab.progress import Bar, size
 from temper_lab.tokenizer import Tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 State = dict[str, Any]
+
+# A validation split of up to so many bytes is tokenized as a whole, and what is read is drawn from all of it.
+VALIDATION_BYTES = 32e6
+# Seconds before waiting gets a progress bar.
+PATIENCE = 2.0
 
 
 class Loader:
@@ -28,8 +36,11 @@ class Loader:
     Args:
         rows: rows per batch of this rank; the one setting that may change between saving and resuming.
         context: T; a row is packed from T + 1 ids.
-        rank, world: which of how many disjoint shares of the documents.
-        cut_long: documents too long for a row become several documents; if not, a crop drops all but their beginning.
+        rank, world: which of how many disjoint shares of the data.
+        cut_long: texts too long for a row become several pieces; if not, a crop drops all but their beginning.
+        in_memory_mb: a split of up to so many MB of text is held in memory as ids, and an epoch is one permutation of
+            all its pieces.
+        shuffle_mb: a larger split is shuffled in windows of so many MB of text.
         prefetch: how many batches are made ahead.
     """
 
@@ -45,6 +56,8 @@ class Loader:
         world: int = 1,
         seed: int = 0,
         cut_long: bool = True,
+        in_memory_mb: float = 1000,
+        shuffle_mb: float = 128,
         prefetch: int = 4,
     ) -> None:
         if not 0 <= rank < world:
@@ -55,8 +68,17 @@ class Loader:
         self.rows = rows
         self.context = context
         self.prefetch = prefetch
-        max_ids = context + 1 if cut_long else None
-        self._reader = Reader(corpus, tokenizer, split, rank=rank, world=world, seed=seed, max_ids=max_ids)
+        self._reader = Reader(
+            corpus,
+            tokenizer,
+            split,
+            rank=rank,
+            world=world,
+            seed=seed,
+            max_ids=context + 1 if cut_long else None,
+            in_memory_bytes=in_memory_mb * 1e6,
+            shuffle_bytes=shuffle_mb * 1e6,
+        )
         self._made_for: State = {
             "corpus": corpus.fingerprint,
             "tokenizer": tokenizer.fingerprint,
@@ -66,9 +88,10 @@ class Loader:
             "world": world,
             "seed": seed,
             "cut_long": cut_long,
+            "order": self._reader.order,
         }
-        corpus.groups(split)
-        self._place: State = {"cursor": START, "buffer": []}
+        self._place = Place()
+        self._stream: Stream | None = None
         self._worker: _Worker | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -76,7 +99,9 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._worker is None:
-            self._worker = _Worker(_batches(self._reader, self.rows, self.context, self._place), self.prefetch)
+            self.prepare(is_shown=False)
+            assert self._stream is not None
+            self._worker = _Worker(_batches(self._stream, self.rows), self.prefetch)
             # A loader that is dropped without `close` takes its thread along.
             self._finish = weakref.finalize(self, self._worker.stop)
         batch: Batch
@@ -87,19 +112,44 @@ class Loader:
             raise
         return batch
 
+    def prepare(self, *, is_shown: bool = True) -> None:
+        """Reads what the next batch needs; the first batch does the same, without a progress bar."""
+        if self._stream is not None:
+            return
+        stream, start = Stream(self._reader, self.context + 1, self._place), time.monotonic()
+        with ExitStack() as stack:
+            bar: Bar | None = None
+
+            def tell(done: float, total: float) -> None:
+                nonlocal bar
+                if bar is None and time.monotonic() - start > PATIENCE:
+                    bar = stack.enter_context(Bar("tokenizing", total, is_shown=is_shown))
+                if bar is not None:
+                    bar.update(done, f"{size(done)} of {size(total)}")
+
+            stream.prepare(tell)
+        self._stream = stream
+
     @property
     def epoch(self) -> int:
-        """The epoch that documents are being read from; the buffer may still hold earlier ones."""
-        return int(self._place["cursor"][0])
+        """The epoch that the next row is from."""
+        return self._place.epoch
 
     def state_dict(self) -> State:
         """The place after the last batch that was handed out, as plain JSON values."""
-        return copy.deepcopy({"made_for": self._made_for, **self._place})
+        return {"made_for": dict(self._made_for), "place": dataclasses.asdict(self._place)}
 
     def load_state_dict(self, state: State) -> None:
         """Continues from a saved place; a ValueError if that place is in other data."""
-        if not isinstance(state, dict) or {"made_for", "cursor", "buffer"} - state.keys():
-            raise ValueError("not the state of a loader; expected made_for, cursor and buffer")
+        if isinstance(state, dict) and "cursor" in state:
+            raise ValueError(
+                "the place in the data was saved by an earlier version, which read the text in another order; it cannot "
+                "be continued exactly. Start the run again in a new folder, or finish it with the version that began it"
+            )
+        fields = {field.name for field in dataclasses.fields(Place)}
+        place = state.get("place") if isinstance(state, dict) else None
+        if not isinstance(place, dict) or place.keys() != fields or not isinstance(state.get("made_for"), dict):
+            raise ValueError(f"not the state of a loader; expected made_for, and place with {', '.join(sorted(fields))}")
         saved = state["made_for"]
         changed = [
             f"{key} was {saved.get(key)!r}, is {value!r}"
@@ -109,10 +159,12 @@ class Loader:
         if changed:
             raise ValueError(f"the saved place is in other data, resuming would not be exact: {'; '.join(changed)}")
         self.close()
-        self._place = copy.deepcopy({"cursor": state["cursor"], "buffer": state["buffer"]})
+        self._place = Place(**{**place, "carried": [list(key) for key in place["carried"]]})
 
     def close(self) -> None:
         """Ends the background thread. Asking for another batch starts a new one at the same place."""
+        # It is ahead of what was handed out.
+        self._stream = None
         if self._worker is not None:
             self._worker = None
             self._finish()
@@ -127,31 +179,27 @@ class Loader:
 def validation_batches(
     corpus: Corpus, tokenizer: Tokenizer, rows: int, context: int, num_batches: int, *, cut_long: bool = True
 ) -> list[Batch]:
-    """Fixed batches of the validation split, the same every time.
+    """Fixed batches of the validation split, the same every time, drawn from all of it.
 
     No text comes twice, so there may be fewer than `num_batches`; only a split too small for one batch repeats itself.
     """
-    reader = Reader(corpus, tokenizer, "val", max_ids=context + 1 if cut_long else None)
-    once = Packer((keyed for _, keyed in reader.epoch(0)), context + 1)
-    packed = list(islice(once, rows * num_batches))
-    if len(packed) < rows:
-        packed = list(islice(Packer(Stream(reader, START), context + 1), rows))
-    return [_tensors(packed[start : start + rows]) for start in range(0, len(packed) - rows + 1, rows)]
+    options = {"in_memory_bytes": VALIDATION_BYTES, "shuffle_bytes": VALIDATION_BYTES}
+    reader = Reader(corpus, tokenizer, "val", max_ids=context + 1 if cut_long else None, **options)
+    stream, taken = Stream(reader, context + 1), []
+    while len(taken) < rows * num_batches and (stream.place.epoch == 0 or len(taken) < rows):
+        taken.append(next(stream))
+    return [_tensors(taken[start : start + rows]) for start in range(0, len(taken) - rows + 1, rows)]
 
 
-def _batches(reader: Reader, rows: int, context: int, place: State) -> Iterator[tuple[Batch, State]]:
+def _batches(stream: Stream, rows: int) -> Iterator[tuple[Batch, Place]]:
     """Batches from a place on, each with the place after it."""
-    stream = Stream(reader, place["cursor"])
-    packer = Packer(stream, context + 1, buffered=reader.recall(place["buffer"]))
     while True:
-        batch = _tensors(list(islice(packer, rows)))
-        yield batch, {"cursor": stream.cursor, "buffer": packer.keys()}
+        batch = _tensors(list(islice(stream, rows)))
+        yield batch, stream.place
 
 
-def _tensors(packed: list[list[int]]) -> Batch:
-    # Through an array, which torch takes over as it is: ten times faster than a list of lists.
-    ids = array.array("q", [index for row in packed for index in row])
-    rows = torch.frombuffer(ids, dtype=torch.int64).view(len(packed), -1)
+def _tensors(taken: list[tuple[Window, int]]) -> Batch:
+    rows = torch.from_numpy(np.stack([window.ids(row) for window, row in taken]).astype(np.int64))
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 

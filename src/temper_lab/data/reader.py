@@ -1,128 +1,174 @@
-"""The documents of one rank as token ids, epoch after epoch, in an order that a seed decides."""
+"""The pieces of one rank: which row groups are read together, and the tokenizing of them."""
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from temper_lab.data.corpus import Corpus
-from temper_lab.data.packing import Keyed
-from temper_lab.tokenizer import Tokenizer
+from temper_lab.data.pieces import Builder, Ints, Key, Pieces, permutation
 
-Key = list[int]
-"""A document's row group, its index there, and its piece."""
-Cursor = list[int]
-"""The epoch, how many of its row groups are done, documents of the next group, and pieces of the next document."""
-START: Cursor = [0, 0, 0, 0]
+# Characters that are tokenized at a time.
+BATCH = 1_000_000
+# A window is made of at least about this many slices, so that it has text from everywhere.
+SLICES = 64
 
-BATCH = 256
+# A corpus in memory is tokenized once, however many loaders share it.
+_HELD: WeakKeyDictionary[Corpus, dict[tuple[object, ...], Pieces]] = WeakKeyDictionary()
+
+
+class Slice(NamedTuple):
+    """Every `count`-th text of a row group from `first` on: a small row group is one slice, a large one several."""
+
+    group: int
+    first: int
+    count: int
+    num_bytes: float
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads what belongs to one rank.
+    """Reads what belongs to one rank, an epoch as one window or as several.
+
+    A split that fits in memory is one window: all its pieces, tokenized once. A larger one is dealt, in another random
+    order each epoch, into windows of slices from anywhere in it.
 
     Args:
-        max_ids: documents of more ids than this, with the BOS, become several, each with a BOS; None leaves them whole.
+        rank, world: which of how many disjoint shares of the pieces.
+        max_ids: texts of more ids than this, with the BOS, become several pieces; None leaves them whole.
+        in_memory_bytes: up to so many bytes of text, the split is held in memory as ids.
+        shuffle_bytes: bytes of text in one window of a larger split.
     """
 
     corpus: Corpus
-    tokenizer: Tokenizer
+    tokenizer: Any
     split: str
     rank: int = 0
     world: int = 1
     seed: int = 0
     max_ids: int | None = None
+    in_memory_bytes: float = 1e9
+    shuffle_bytes: float = 128e6
 
     @cached_property
-    def _groups(self) -> list[int]:
-        groups = self.corpus.groups(self.split)
-        if self._by_document:
-            return groups
-        # Shuffled once, not per epoch: ranks stay disjoint even when one is an epoch ahead of another.
-        random.Random(f"{self.seed}/groups").shuffle(groups)
-        return groups[self.rank :: self.world]
+    def num_bytes(self) -> float:
+        """About how many bytes of text the split has, over all ranks."""
+        return sum(self.corpus.num_bytes(self.split, group) for group in self.corpus.groups(self.split))
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.num_bytes <= self.in_memory_bytes
+
+    @property
+    def order(self) -> str:
+        """How pieces are shuffled, in words: places in data that is shuffled in different ways are not comparable."""
+        return "in memory" if self.is_in_memory else f"windows of {self.shuffle_bytes / 1e6:g} MB"
 
     @cached_property
-    def _by_document(self) -> bool:
-        """Too few row groups for everybody: all ranks read all of them, and each keeps its own documents."""
-        return len(self.corpus.groups(self.split)) < self.world
+    def _slices(self) -> list[Slice]:
+        """What this rank reads; in memory everybody reads everything, and pieces are dealt instead of slices."""
+        most = np.inf if self.is_in_memory else min(self.shuffle_bytes, self.num_bytes / self.world) / SLICES
+        slices = []
+        for group in self.corpus.groups(self.split):
+            num_bytes = self.corpus.num_bytes(self.split, group)
+            count = max(1, -int(-num_bytes // most))
+            slices += [Slice(group, first, count, num_bytes / count) for first in range(count)]
+        if self.is_in_memory:
+            return slices
+        # The same in every epoch: ranks stay disjoint even when one is an epoch ahead of another.
+        order = permutation(len(slices), self.seed, "shares")
+        return [slices[index] for index in order[self.rank :: self.world]]
 
-    def _texts(self, group: int) -> list[tuple[int, str]]:
-        texts = enumerate(self.corpus.documents(self.split, group))
-        if not self._by_document:
-            return list(texts)
-        # Each group starts at another rank, so that short groups reach all ranks.
-        first = self._groups.index(group) * self.world // len(self._groups)
-        return [(index, text) for index, text in texts if (first + index) % self.world == self.rank]
+    @cached_property
+    def num_windows(self) -> int:
+        """Windows in an epoch."""
+        if self.is_in_memory:
+            return 1
+        return max(1, round(sum(piece.num_bytes for piece in self._slices) / self.shuffle_bytes))
 
-    def _pieces(self, group: int, texts: list[tuple[int, str]]) -> Iterator[list[Keyed]]:
-        """The ids of each document: one list of them, or several if it is long."""
-        bos = [self.tokenizer.bos]
-        for start in range(0, len(texts), BATCH):
-            batch = texts[start : start + BATCH]
-            encoded = self.tokenizer.encode_batch([text for _, text in batch])
-            for (index, _), ids in zip(batch, encoded, strict=True):
-                step = len(ids) if self.max_ids is None else self.max_ids - 1
-                firsts = range(0, len(ids), step)
-                yield [([group, index, piece], bos + ids[at : at + step]) for piece, at in enumerate(firsts)]
+    def window(self, epoch: int, number: int) -> list[Slice]:
+        """The slices of one window."""
+        if self.is_in_memory:
+            return self._slices
+        slices = [self._slices[index] for index in permutation(len(self._slices), self.seed, epoch, "windows")]
+        sizes = np.array([entry.num_bytes for entry in slices])
+        # By the middle of each slice, so that windows are about equally large.
+        place = (np.cumsum(sizes) - sizes / 2) / max(sizes.sum(), 1) * self.num_windows
+        return [entry for entry, at in zip(slices, place.astype(int).tolist(), strict=True) if at == number]
 
-    def epoch(self, epoch: int, after: Cursor = START) -> Iterator[tuple[Cursor, Keyed]]:
-        """One pass over the documents, or what is left of it; each comes with the cursor after it."""
-        groups = list(self._groups)
-        random.Random(f"{self.seed}/{epoch}").shuffle(groups)
-        _, groups_done, texts_done, pieces_done = after
-        for number, group in enumerate(groups[groups_done:], groups_done):
-            texts = self._texts(group)
-            random.Random(f"{self.seed}/{epoch}/{group}").shuffle(texts)
-            for count, pieces in enumerate(self._pieces(group, texts[texts_done:]), texts_done):
-                for done, keyed in enumerate(pieces[pieces_done:], pieces_done + 1):
-                    yield [epoch, number, count, done], keyed
-                pieces_done = 0
-            texts_done = pieces_done = 0
+    def read(self, slices: list[Slice], builder: Builder) -> Iterator[float]:
+        """Adds the pieces of some slices to a builder; yields the number of bytes read since the last time."""
+        for entry in slices:
+            texts = [
+                (entry.group, index, document, text)
+                for index, (document, text) in enumerate(self.corpus.documents(self.split, entry.group))
+                if index % entry.count == entry.first
+            ]
+            total = sum(len(text) for *_, text in texts)
+            for batch in _batched(texts):
+                self._encode(batch, builder)
+                yield entry.num_bytes * sum(len(text) for *_, text in batch) / total
 
-    def recall(self, keys: list[Key]) -> list[Keyed]:
-        """The documents behind some keys, read and tokenized again, in the order of the keys."""
-        wanted: dict[int, set[int]] = defaultdict(set)
-        for group, index, _ in keys:
-            wanted[group].add(index)
-        found: dict[tuple[int, ...], list[int]] = {}
-        for group, indices in wanted.items():
-            texts = [(index, text) for index, text in self._texts(group) if index in indices]
-            for pieces in self._pieces(group, texts):
-                found.update((tuple(key), ids) for key, ids in pieces)
-        if missing := [key for key in keys if tuple(key) not in found]:
-            raise ValueError(f"{self.corpus.name}: no document {missing[0]} any more; the corpus has changed")
-        return [(key, found[tuple(key)]) for key in keys]
+    def _encode(self, texts: list[tuple[int, int, int, str]], builder: Builder) -> None:
+        for (*key, _), ids in zip(texts, self.tokenizer.encode_batch([text for *_, text in texts]), strict=True):
+            builder.add(*key, ids)
+
+    def builder(self) -> Builder:
+        return Builder(self.tokenizer.bos, self.max_ids)
+
+    @property
+    def _name(self) -> tuple[object, ...]:
+        return self.tokenizer, self.split, self.max_ids
+
+    @property
+    def held(self) -> Pieces | None:
+        """All pieces of the split, if they are in memory already."""
+        return _HELD.get(self.corpus, {}).get(self._name)
+
+    def hold(self, pieces: Pieces) -> None:
+        """Keeps all pieces of the split for as long as the corpus is in use."""
+        _HELD.setdefault(self.corpus, {})[self._name] = pieces
+
+    def share(self, pieces: Pieces) -> Ints:
+        """Which pieces of a window belong to this rank."""
+        if not self.is_in_memory:
+            return np.arange(len(pieces))
+        return permutation(len(pieces), self.seed, "shares")[self.rank :: self.world]
+
+    def recall(self, keys: list[Key]) -> Pieces:
+        """The pieces behind some keys, read and tokenized again if need be, in the order of the keys."""
+        pieces = self.held
+        if pieces is None:
+            wanted: dict[int, set[int]] = defaultdict(set)
+            for group, index, _ in keys:
+                wanted[group].add(index)
+            builder = self.builder()
+            for group, indices in wanted.items():
+                texts = enumerate(self.corpus.documents(self.split, group))
+                found = [(group, index, document, text) for index, (document, text) in texts if index in indices]
+                for batch in _batched(found):
+                    self._encode(batch, builder)
+            pieces = builder.build()
+        places = pieces.find(keys)
+        if missing := [key for key in keys if tuple(key) not in places]:
+            raise ValueError(f"{self.corpus.name}: no piece {missing[0]} any more; the corpus has changed")
+        return pieces.take(np.array([places[tuple(key)] for key in keys], dtype=np.int64))
 
 
-class Stream:
-    """Epochs without end. `cursor` is the place after the last document that was taken."""
-
-    def __init__(self, reader: Reader, cursor: Cursor) -> None:
-        self.cursor = cursor
-        self._reader = reader
-        self._documents = self._endless()
-
-    def __iter__(self) -> Iterator[Keyed]:
-        return self
-
-    def __next__(self) -> Keyed:
-        self.cursor, keyed = next(self._documents)
-        return keyed
-
-    def _endless(self) -> Iterator[tuple[Cursor, Keyed]]:
-        after = self.cursor
-        while True:
-            empty = after[1:] == START[1:]
-            for item in self._reader.epoch(after[0], after):
-                empty = False
-                yield item
-            if empty:
-                who = f"rank {self._reader.rank} of {self._reader.world}"
-                corpus, split = self._reader.corpus.name, self._reader.split
-                raise ValueError(f"{corpus}: no {split} documents for {who}; use fewer processes or a larger corpus")
-            after = [after[0] + 1, *START[1:]]
+def _batched(texts: list[tuple[int, int, int, str]]) -> Iterator[list[tuple[int, int, int, str]]]:
+    """Texts in batches of about BATCH characters."""
+    batch, num_chars = [], 0
+    for entry in texts:
+        batch.append(entry)
+        num_chars += len(entry[-1])
+        if num_chars >= BATCH:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
