@@ -51,8 +51,8 @@ def to_nanochat(model: GPT, *, bos_token_id: int | None = None) -> tuple[NanoCha
         )
     theirs = NanoChatConfig(
         vocab_size=config.vocab_size,
-        hidden_size=config.width,
-        intermediate_size=4 * config.width,
+        hidden_size=config.dim,
+        intermediate_size=4 * config.dim,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         max_position_embeddings=config.context,
@@ -100,9 +100,10 @@ def _config(theirs: Any) -> ModelConfig:
         head_dim=head_dim,
         rope_base=theirs.rope_parameters["rope_theta"],
     )
+    if config.dim != theirs.hidden_size:
+        config = config.with_(width=theirs.hidden_size)
     expected = {
-        "hidden_size": config.width,
-        "intermediate_size": 4 * config.width,
+        "intermediate_size": 4 * config.dim,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_heads,
         "hidden_act": "relu2",

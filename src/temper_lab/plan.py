@@ -36,7 +36,7 @@ def describe(recipe: Recipe, config: ModelConfig, num_processes: int) -> list[st
     local = batch.num_portions // num_processes
     epochs = f"{train.steps:,} steps x {train.batch_tokens:,} = {train.steps * train.batch_tokens:,}"
     return [
-        f"model        {config.preset}{streams}, depth {config.depth}, width {config.width}, "
+        f"model        {config.preset}{streams}, depth {config.depth}, width {config.dim}, "
         f"{config.num_heads} heads, context {config.context}, vocabulary {config.vocab_size:,}",
         f"parameters   {counts['total']:,} ({parts})",
         f"FLOPs/token  {model.flops_per_token():,}",

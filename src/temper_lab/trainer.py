@@ -61,7 +61,7 @@ class Trainer:
         torch.manual_seed(settings.seed + world.rank)
         self.spread = Spread(model, world, parallel=settings.parallel, compile=settings.compile)
         self.optimizers = Optimizers.build(
-            model, recipe.optim, batch_tokens=settings.batch_tokens, width=self.config.width
+            model, recipe.optim, batch_tokens=settings.batch_tokens, width=self.config.dim
         )
         for share in range(world.rank, self.split.shares, world.size):
             self.loaders[share] = Loader(

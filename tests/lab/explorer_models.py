@@ -21,6 +21,7 @@ def small_model(tokenizer, preset="temper-cp", num_streams=4, *, depth=1, contex
         vocab_size=tokenizer.vocab_size,
         context=context,
         head_dim=16,
+        width=48,
         preset=preset,
         num_streams=num_streams,
         router=router,

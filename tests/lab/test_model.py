@@ -245,7 +245,7 @@ def test_meta_construction(preset):
 
 def test_counts_of_the_paper():
     config = ModelConfig(depth=12, vocab_size=32768, context=2048)
-    assert (config.width, config.num_heads, config.num_layers) == (768, 6, 12)
+    assert (config.dim, config.num_heads, config.num_layers) == (768, 6, 12)
     with torch.device("meta"):
         model = GPT(config)
         tucker = GPT(config.with_(preset="temper-tucker", num_streams=4))
@@ -316,6 +316,9 @@ def test_half_precision_and_autocast():
         ({"context": True}, "context is True"),
         ({"head_dim": 31}, "even"),
         ({"num_streams": 0}, "num_streams is 0"),
+        ({"width": 100}, "width is 100; expected a multiple of head_dim 32"),
+        ({"width": -32}, "width is -32"),
+        ({"width": 96.0}, "width is 96.0"),
         ({"rope_base": 0}, "rope_base"),
         ({"checkpoint_blocks": 1}, "checkpoint_blocks is 1"),
         ({"preset": "temper-tuker"}, "Did you mean 'temper-tucker'"),
@@ -349,8 +352,26 @@ def test_configurations_survive_json():
 @pytest.mark.parametrize(("depth", "head_dim", "width"), [(1, 128, 128), (3, 128, 256), (4, 64, 256), (5, 64, 320)])
 def test_width_follows_depth(depth, head_dim, width):
     config = small(depth=depth, head_dim=head_dim)
-    assert config.width == width
+    assert config.dim == width
     assert config.num_heads * head_dim == width
+    assert "width" not in config.to_dict()
+    # Not remembered as a number: another depth has another width.
+    assert config.with_(depth=10, head_dim=64).dim == 640
+
+
+def test_a_width_of_its_own():
+    config = small(width=96, preset="temper-cp", num_streams=4)
+    assert (config.dim, config.num_heads, config.routing().dim) == (96, 3, 96)
+    assert config.with_(depth=7).dim == 96
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.with_routings(config.routings()) == config
+    model = GPT(config)
+    assert model.num_parameters()["blocks"] == sum(
+        p.numel() for n, p in model.named_parameters() if "_site" not in n and "blocks" in n
+    )
+    plain = shaken(small(width=96)).double()
+    ids, _ = batch(plain.config)
+    torch.testing.assert_close(plain(ids).double(), plain_logits(plain, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_bad_ids():

@@ -10,7 +10,7 @@ from temper_lab.nanochat import from_nanochat, to_nanochat
 
 transformers = pytest.importorskip("transformers")
 
-CONFIG = ModelConfig(depth=2, vocab_size=83, context=48, head_dim=32)
+CONFIG = ModelConfig(depth=2, vocab_size=83, context=48, head_dim=32, width=96)
 
 
 def shaken(config: ModelConfig = CONFIG) -> GPT:
@@ -55,7 +55,7 @@ def test_a_model_of_theirs_comes_in():
     )
     theirs = transformers.NanoChatForCausalLM(config).eval()
     model = from_nanochat(theirs)
-    assert (model.config.depth, model.config.head_dim, model.config.context) == (3, 32, 48)
+    assert (model.config.depth, model.config.head_dim, model.config.context, model.config.width) == (3, 32, 48, 0)
     torch.testing.assert_close(model(ids_of()), theirs(ids_of()).logits, rtol=0, atol=1e-5)
     # A copy: training one leaves the other alone.
     model.head.weight.zero_()
@@ -85,7 +85,7 @@ def test_one_stream_of_any_preset_goes_out_but_more_do_not():
     [
         ({"intermediate_size": 500}, "intermediate_size=500"),
         ({"num_key_value_heads": 2}, "num_key_value_heads=2"),
-        ({"hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 1024}, "hidden_size=256"),
+        ({"head_dim": 48}, "width is 128; expected a multiple of head_dim 48"),
         ({"hidden_act": "silu"}, "hidden_act='silu'"),
         ({"final_logit_softcapping": None}, "final_logit_softcapping=None"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),

@@ -48,15 +48,15 @@ def test_every_study_expands_to_runs_that_count_what_the_library_counts(name):
         assert tuple(map(str, study.methods)) == methods
     model = study.recipe.model
     for cell in study.cells:
-        config = temper.preset(cell.method.preset, num_streams=cell.streams, dim=model.width, **cell.method.options)
+        config = temper.preset(cell.method.preset, num_streams=cell.streams, dim=model.dim, **cell.method.options)
         counts = counts_of(study, cell, model.vocab_size)
         assert counts["added"] == 2 * model.depth * temper.count_parameters(config)
 
 
 def test_counts_are_those_of_the_models_that_are_trained(tmp_path):
     study = study_of("ablations-cpu")
-    # One block and one N are enough: all are the same.
-    study = replace(study, recipe=replace(study.recipe, model=study.recipe.model.with_(depth=1)))
+    # One block and one N are enough: all are the same. A width of its own, as a study of depth has.
+    study = replace(study, recipe=replace(study.recipe, model=study.recipe.model.with_(depth=1, head_dim=32, width=96)))
     for cell in (cell for cell in study.cells if cell.streams in (1, 4)):
         model = study.recipe_of(cell, tmp_path).model
         with torch.device("meta"):

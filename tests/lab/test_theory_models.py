@@ -131,7 +131,7 @@ class TestStudy:
         site = report["sites"][1]
         assert site["deviation"]["block"]["measured_max"] > 0
         assert site["mixer"]["slope_max"] <= site["mixer"]["constant"] * (1 + 1e-9)
-        inputs = 3 * model.config.width
+        inputs = 3 * model.config.dim
         for head in ("pre", "res", "post"):
             found = site["heads"][head]["compression"]
             assert found["rank"] + found["nullity"] == inputs

@@ -27,7 +27,7 @@ from temper_lab.upcycle.layouts import LAYOUTS
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import upcycle_llama
 
-CONFIG = ModelConfig(depth=2, vocab_size=300, context=48, head_dim=32)
+CONFIG = ModelConfig(depth=2, vocab_size=300, context=48, head_dim=32, width=96)
 ROUTED = [name for name in temper.PRESETS if name != "residual"]
 IDS = torch.randint(3, 60, (2, 20), generator=torch.Generator().manual_seed(1))
 

@@ -65,7 +65,7 @@ def ahead_of_peers(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> d
 
 
 def _width(setting: Setting, part: str) -> int:
-    return step.model_config(setting).width if part == "step" else setting.width
+    return step.model_config(setting).dim if part == "step" else setting.width
 
 
 def _cases(setting: Setting, part: str, skipped: list[dict[str, Any]]) -> list[Case]:

@@ -38,8 +38,8 @@ class PeerGPT(GPT):
         super().__init__(config)
         self.num_streams = case.streams
         for index, block in enumerate(self.blocks):
-            block.attention_site = case.site(config.width, 2 * index)
-            block.mlp_site = case.site(config.width, 2 * index + 1)
+            block.attention_site = case.site(config.dim, 2 * index)
+            block.mlp_site = case.site(config.dim, 2 * index + 1)
 
     def features(self, ids_BT: Tensor, cache: None = None) -> Tensor:
         """As the model it comes from, but for the place of the streams."""
@@ -89,7 +89,7 @@ def measure(setting: Setting, cases: Sequence[Case], what: str) -> dict[str, Any
 
     added = {
         "depth": config.depth,
-        "width": config.width,
+        "width": config.dim,
         "context": config.context,
         "tokens": batch[0].numel(),
         "vocab_size": config.vocab_size,

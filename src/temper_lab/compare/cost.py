@@ -68,7 +68,7 @@ def measure(study: Study, vocab_size: int, threads: int) -> dict[str, Any] | Non
         "tokens": rows * passes * recipe.model.context,
         "context": recipe.model.context,
         "depth": recipe.model.depth,
-        "width": recipe.model.width,
+        "width": recipe.model.dim,
         "vocab_size": vocab_size,
         "rounds": rounds,
         "threads": threads,
@@ -83,7 +83,7 @@ def step_of(recipe: Recipe, config: ModelConfig, world: World, rows: int, passes
     dtype, autocast = precision(settings.precision, world.device)
     model = GPT(config).to(device=world.device, dtype=dtype)
     module = Spread(model, World(device=world.device), compile=settings.compile).module
-    optimizers = Optimizers.build(model, recipe.optim, batch_tokens=settings.batch_tokens, width=config.width)
+    optimizers = Optimizers.build(model, recipe.optim, batch_tokens=settings.batch_tokens, width=config.dim)
     ids = torch.randint(config.vocab_size, (rows, config.context), device=world.device)
     targets = torch.randint(config.vocab_size, (rows, config.context), device=world.device)
 

@@ -17,8 +17,7 @@ def counts_of(study: Study, cell: Cell, vocab_size: int) -> dict[str, int]:
     config, sites = study.routing(cell), 2 * study.recipe.model.num_layers
     added = sites * temper.count_parameters(config)
     stored = sites * temper.count_parameters(config, include_frozen=True)
-    model = study.recipe.model
-    backbone = _backbone(model.depth, model.head_dim, model.context, vocab_size)
+    backbone = _backbone(study.recipe.model, vocab_size)
     return {"total": backbone + added, "added": added, "frozen": stored - added}
 
 
@@ -35,7 +34,7 @@ def _flops(model: ModelConfig, method: Method, streams: int, vocab_size: int) ->
 
 
 @cache
-def _backbone(depth: int, head_dim: int, context: int, vocab_size: int) -> int:
+def _backbone(config: ModelConfig, vocab_size: int) -> int:
     with torch.device("meta"):
-        model = GPT(ModelConfig(depth=depth, head_dim=head_dim, context=context, vocab_size=vocab_size))
+        model = GPT(config.with_(preset="residual", num_streams=1, router={}, routers={}, vocab_size=vocab_size))
     return model.num_parameters()["total"]

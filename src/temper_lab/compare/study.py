@@ -170,7 +170,7 @@ class Study:
         return replace(recipe, model=model, train=train, tokenizer=tokenizer)
 
     def routing(self, cell: Cell) -> temper.RouterConfig:
-        return _routing(cell.method, cell.streams, self.recipe.model.width)
+        return _routing(cell.method, cell.streams, self.recipe.model.dim)
 
     def refusal(self, cell: Cell) -> str | None:
         """Why a run is skipped, or None if it is not."""

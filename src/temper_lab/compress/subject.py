@@ -55,7 +55,7 @@ class Ours:
         self.network = self.losses = network
         self.tokenizer = tokenizer
         self.limit = self.context = network.config.context
-        self.width = network.config.width
+        self.width = network.config.dim
 
     def read(self, ids_BT: Tensor) -> None:
         self.network.features(ids_BT)

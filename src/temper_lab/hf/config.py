@@ -39,6 +39,7 @@ class TemperConfig(PretrainedConfig):
         checkpoint_blocks: bool = False,
         recompute: bool = False,
         routers: Mapping[str, Any] | None = None,
+        width: int = 0,
         use_cache: bool = True,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
@@ -57,6 +58,7 @@ class TemperConfig(PretrainedConfig):
             checkpoint_blocks=checkpoint_blocks,
             recompute=recompute,
             routers=routers or {},
+            width=width,
         )
         for name, value in config.to_dict().items():
             setattr(self, name, value)
@@ -77,7 +79,7 @@ class TemperConfig(PretrainedConfig):
 
     @property
     def hidden_size(self) -> int:
-        return self.model_config().width
+        return self.model_config().dim
 
     @property
     def intermediate_size(self) -> int:

@@ -29,9 +29,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(config.width, config.width, bias=False) for _ in range(4)
-        )
+        self.query, self.key, self.value, self.out = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache | None = None) -> Tensor:
         heads = (*x.shape[:-1], -1, self.head_dim)

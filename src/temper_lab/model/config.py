@@ -1,4 +1,4 @@
-"""What a model is built from: one dial, `depth`, and the routing."""
+"""What a model is built from: depth and width, and the routing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ModelConfig:
     """The backbone and the routing around its branches.
 
     Args:
-        depth: the number of blocks; the width follows from it.
+        depth: the number of blocks.
         vocab_size: how many ids there are, special tokens included.
         context: the longest sequence, in tokens.
-        head_dim: of every attention head; the width is a multiple of it.
+        head_dim: of every attention head.
         preset: a name of `temper.PRESETS`.
         num_streams: N. The residual preset has one stream, whatever N is asked for.
         router: overrides of the preset as `temper.preset` takes them, in the form that JSON and TOML hold.
@@ -31,6 +31,7 @@ class ModelConfig:
             again: less memory, a third more time, the same gradients.
         recompute: keep only some of the streams for the backward pass and mix the others again
             (`temper.recompute`): less memory, a little more time, the same gradients.
+        width: of the residual stream, a multiple of head_dim; 0 for 64 x depth, rounded up to whole heads.
     """
 
     depth: int
@@ -44,6 +45,7 @@ class ModelConfig:
     checkpoint_blocks: bool = False
     recompute: bool = False
     routers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
+    width: int = 0
 
     def __post_init__(self) -> None:
         for name in ("depth", "vocab_size", "context", "head_dim", "num_streams"):
@@ -52,6 +54,12 @@ class ModelConfig:
                 raise ValueError(f"{name} is {value!r}; expected a whole number >= 1")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; expected an even number: positions rotate pairs")
+        width = self.width
+        if isinstance(width, bool) or not isinstance(width, int) or width < 0 or width % self.head_dim:
+            raise ValueError(
+                f"width is {width!r}; expected a multiple of head_dim {self.head_dim}, "
+                f"or 0 for {WIDTH_PER_DEPTH} x depth rounded up to whole heads"
+            )
         if isinstance(self.rope_base, bool) or not isinstance(self.rope_base, int | float) or self.rope_base <= 1:
             raise ValueError(f"rope_base is {self.rope_base!r}; expected a number > 1")
         for name in ("checkpoint_blocks", "recompute"):
@@ -64,13 +72,13 @@ class ModelConfig:
         self._check_routing()
 
     @property
-    def width(self) -> int:
-        """D: 64 per block, rounded up to whole heads."""
-        return -(-WIDTH_PER_DEPTH * self.depth // self.head_dim) * self.head_dim
+    def dim(self) -> int:
+        """D, the width of the residual stream: as set, or else 64 per block, rounded up to whole heads."""
+        return self.width or -(-WIDTH_PER_DEPTH * self.depth // self.head_dim) * self.head_dim
 
     @property
     def num_heads(self) -> int:
-        return self.width // self.head_dim
+        return self.dim // self.head_dim
 
     @property
     def num_layers(self) -> int:
@@ -83,7 +91,7 @@ class ModelConfig:
     def routing(self, site: int | None = None) -> temper.RouterConfig:
         """The configuration of one site, or of all that `routers` does not name; its `num_streams` is the true N."""
         overrides = {**self.router, **self.routers.get(str(site), {})}
-        return temper.preset(self.preset, num_streams=self.num_streams, dim=self.width, **overrides)
+        return temper.preset(self.preset, num_streams=self.num_streams, dim=self.dim, **overrides)
 
     def routings(self) -> list[temper.RouterConfig]:
         """The configurations of all sites in the order in which they run."""
@@ -93,7 +101,7 @@ class ModelConfig:
     def with_routings(self, routings: Sequence[temper.RouterConfig]) -> ModelConfig:
         """The same backbone with these sites, under the name of the preset that most of them are nearest to."""
         usual = max(routings, key=routings.count)
-        size = {"num_streams": usual.num_streams, "dim": self.width}
+        size = {"num_streams": usual.num_streams, "dim": self.dim}
         routers = {name: _difference(usual, temper.preset(name, **size)) for name in temper.PRESETS}
         preset = min(routers, key=lambda name: (len(routers[name]), _others(usual, temper.preset(name, **size))))
         own = {str(site): _difference(routing, usual) for site, routing in enumerate(routings) if routing != usual}
@@ -139,10 +147,8 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold; `from_dict` reads them back."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        if not self.routers:
-            # As before there were any, so that the folders and recipes of most models stay as they are.
-            del values["routers"]
-        return values
+        # Left out where they say nothing, so that folders and recipes from before these fields stay as they are.
+        return {name: value for name, value in values.items() if value or name not in ("routers", "width")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:

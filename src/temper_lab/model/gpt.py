@@ -29,8 +29,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
-        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+        self.up = nn.Linear(config.dim, 4 * config.dim, bias=False)
+        self.down = nn.Linear(4 * config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return squared_relu_mlp(x, self.up.weight, self.down.weight)
@@ -92,10 +92,10 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         # Built without memory, so that no random number is drawn but by reset_parameters.
         with torch.device("meta"):
-            self.embedding = nn.Embedding(config.vocab_size, config.width)
+            self.embedding = nn.Embedding(config.vocab_size, config.dim)
             self.rotary = Rotary(config.context, config.head_dim, config.rope_base)
             self.blocks = nn.ModuleList(Block(config, routings, layer) for layer in range(config.num_layers))
-            self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.recompute:
             temper.recompute(self)
         if device.type != "meta":
@@ -178,7 +178,7 @@ class GPT(nn.Module):
         counts = {
             "embedding": self.embedding.weight.numel(),
             "head": self.head.weight.numel(),
-            "blocks": 12 * self.config.width**2 * self.config.num_layers,
+            "blocks": 12 * self.config.dim**2 * self.config.num_layers,
         }
         total = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         counts["routing"] = total - sum(counts.values())
@@ -188,7 +188,7 @@ class GPT(nn.Module):
         """Of a training step at the full context: 6 per linear weight, attention, and the routing."""
         config, counts = self.config, self.num_parameters()
         linear = counts["blocks"] + counts["head"]
-        attention = 12 * config.width * config.context * config.num_layers
+        attention = 12 * config.dim * config.context * config.num_layers
         routed = (routing for routing in config.routings() if not routing.is_residual)
         routing = 3 * sum(temper.cost(routing, config.context).flops for routing in routed) // config.context
         return 6 * linear + attention + routing
@@ -199,7 +199,7 @@ class GPT(nn.Module):
         The optimizer is Muon for the block matrices (one number per weight) and AdamW for the rest (two).
         """
         config, counts = self.config, self.num_parameters()
-        weight, width = self.head.weight, config.width
+        weight, width = self.head.weight, config.dim
         size = weight.element_size()
         # Kept by a block, per token: two normed inputs, query, key, value, what attention gives, and 4 D in the MLP.
         sites = [temper.cost(routing, tokens, dtype=weight.dtype).activation_bytes for routing in config.routings()]

@@ -165,7 +165,7 @@ class Study:
             config = ModelConfig.from_dict(model)
         except (ValueError, TypeError):
             return None
-        return config.width, 2 * config.num_layers
+        return config.dim, 2 * config.num_layers
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the recipe, empty if it is not there."""

@@ -51,7 +51,7 @@ def study(
         return {
             "tokens": ids_BT.numel(),
             "streams": network.num_streams,
-            "width": network.config.width,
+            "width": network.config.dim,
             "sites": sites,
             "whole": _whole(network, other, ids_BT, targets_BT, sites[-1]),
             "exceeded": [f"{site['site']}: {what}" for site in sites for what in site["exceeded"]],

@@ -40,7 +40,7 @@ def refusal(model: GPT, tokenizer: Tokenizer) -> str | None:
 def describe(model: GPT) -> dict[str, Any]:
     """Everything about a model that engine.js must know besides its weights."""
     config, routing = model.config, model.config.routing()
-    sizes = {"width": config.width, "heads": config.num_heads, "layers": config.num_layers, "context": config.context}
+    sizes = {"width": config.dim, "heads": config.num_heads, "layers": config.num_layers, "context": config.context}
     if routing.is_residual:
         return {**sizes, "streams": 1, "routing": None}
     site = model.sites()[0]
