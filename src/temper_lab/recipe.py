@@ -8,6 +8,7 @@ import tomllib
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -165,6 +166,19 @@ class Recipe:
         except ValueError as error:
             raise _at(source, error) from error
 
+    def field(self, name: str) -> Any:
+        """The value of a field such as `optim.matrix_lr`."""
+        section, _, key = name.partition(".")
+        return getattr(getattr(self, section), key)
+
+    def with_fields(self, settings: Mapping[str, Any]) -> Recipe:
+        """The same recipe with other values of some fields; a ValueError names them."""
+        values = self.to_dict()
+        for name, value in settings.items():
+            section, _, key = name.partition(".")
+            values[section][key] = value
+        return Recipe.from_dict(values, ", ".join(f"{name} = {value!r}" for name, value in settings.items()))
+
     def changes(self, other: Recipe, ignoring: Collection[str] = ()) -> list[str]:
         """What differs, for people: `train.steps was 10, is 20`.
 
@@ -178,6 +192,23 @@ class Recipe:
             for key in {**mine[section], **theirs[section]}
             if mine[section].get(key) != theirs[section].get(key) and f"{section}.{key}" not in ignoring
         ]
+
+
+@cache
+def field_types() -> Mapping[str, Any]:
+    """The type of every field of a recipe, by its whole name: `optim.matrix_lr`."""
+    sections = get_type_hints(Recipe).items()
+    return {f"{name}.{key}": hint for name, kind in sections for key, hint in get_type_hints(kind).items()}
+
+
+def check_field(name: str, value: Any) -> Any:
+    """A value as its field holds it; a ValueError if it is of another type."""
+    hint = field_types()[name]
+    if not _fits(value, hint):
+        raise ValueError(f"{name} is {value!r}; expected {_words(hint)}")
+    if hint is float:
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def names() -> list[str]:

@@ -4,14 +4,22 @@ import random
 
 import temper
 from temper_lab import recipe as recipes
+from temper_lab.compare.vary import ordered, suffix
 
 MODEL = {"depth": 3, "vocab_size": 2048, "context": 256, "head_dim": 64}
 STEPS, VAL_EVERY = 120, 15
 WIDTH, SITES = 192, 6
 
 
-def run_entry(method="temper-cp", streams=4, seed=0, *, bpb=2.0, status="finished", reason=None, core=None, **options):
-    """One run; its curves come down to `bpb` with some noise of its own."""
+def run_entry(
+    method="temper-cp", streams=4, seed=0, *, bpb=2.0, status="finished", reason=None, core=None, vary=None, **options
+):
+    """One run; its curves come down to `bpb` with some noise of its own.
+
+    Args:
+        vary: the fields in which its recipe differs.
+    """
+    vary = vary or {}
     label = "".join([method, *(f"-{key}{value}" for key, value in options.items())])
     asked = ":".join([method, ",".join(f"{key}={value}" for key, value in options.items())]).rstrip(":")
     streams = 1 if method == "residual" else streams
@@ -25,13 +33,14 @@ def run_entry(method="temper-cp", streams=4, seed=0, *, bpb=2.0, status="finishe
     val = [bpb + 0.9 * (1 - step / STEPS) ** 2 + rng.gauss(0, 0.002) for step in val_steps[:-1]] + [bpb] * is_finished
     final = {"train_loss": sum(loss[-12:]) / 12, "val_loss": 2.3 * bpb, "bpb": bpb} if is_finished else None
     return {
-        "key": f"{label}-n{streams}-s{seed}",
+        "key": f"{label}-n{streams}-s{seed}{suffix(tuple(vary.items()))}",
         "method": asked,
         "preset": method,
         "options": options,
         "label": label,
         "streams": streams,
         "seed": seed,
+        "vary": vary,
         "status": status,
         "reason": reason,
         "parameters": {"total": 2_113_536 + counts[1], "added": counts[0], "frozen": counts[1] - counts[0]},
@@ -54,6 +63,8 @@ def results(runs, *, cost=None, **changes):
     recipe = recipes.load("cpu-smoke").to_dict()
     recipe["model"] |= MODEL
     recipe["train"] |= {"steps": STEPS, "batch_tokens": 4096}
+    fields = dict.fromkeys(name for run in runs for name in run["vary"])
+    axes = {name: [run["vary"].get(name, _of(recipe, name)) for run in runs] for name in fields}
     return {
         "format": "temper-results-1",
         "study": "made-up",
@@ -65,10 +76,16 @@ def results(runs, *, cost=None, **changes):
         "methods": list(dict.fromkeys(run["method"] for run in runs)),
         "streams": sorted({run["streams"] for run in runs if run["preset"] != "residual"}),
         "seeds": sorted({run["seed"] for run in runs}),
+        "vary": {name: list(ordered(values)) for name, values in axes.items()},
         "runs": runs,
         "cost": cost,
         **changes,
     }
+
+
+def _of(recipe, name):
+    section, key = name.split(".")
+    return recipe[section][key]
 
 
 # How much better than residual each method is made to be, and how much seeds differ from one another.

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from core_bundles import write_bundle
 from processes import error_of
+from studies import results as made_up
+from studies import run_entry
 
 from temper_lab import metrics
 from temper_lab.checkpoint import latest
@@ -137,6 +139,16 @@ def test_the_closing_table(unbroken, capsys):
         assert text in out
 
 
+def test_results_of_before_there_were_axes(unbroken, capsys):
+    found = results.read(unbroken)
+    assert found.pop("vary") == {}
+    for run in found["runs"]:
+        assert run.pop("vary") == {}
+    assert table.rows(found) == table.rows(results.read(unbroken))
+    table.show(found)
+    assert "temper-cp:rank=1" in capsys.readouterr().out
+
+
 def test_given_again_nothing_is_run_again(unbroken, launch, capsys, monkeypatch):
     before = (unbroken / "results.json").read_bytes()
     monkeypatch.setattr("temper_lab.compare.runner.Runner._spawn", None)
@@ -243,6 +255,66 @@ def test_failed_skipped_and_added_runs(tiny, launch, unbroken, tmp_path, capsys)
     assert f"{skipped['parameters']['added']:,} in 2 sites" in skipped["reason"]
     assert not (out / "runs" / "mhc-lite-n8-s0").exists()
     assert results.read(out)["command"].count(" && ") == 2
+
+
+def test_varied_fields_extend_a_study_and_go_on_where_they_were(launch, unbroken, tmp_path, capsys):
+    words = ["--seeds", "0", "--vary", "model.depth=1,2", "--launch", launch, "--no-cost"]
+    whole, out = (copy_of(unbroken, tmp_path / name) for name in ("whole", "killed"))
+    assert main(["compare", "--out", str(whole), *words]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[:4] == ["method", "N", "depth", "added"]
+    found = results.read(whole)
+    added = ["residual-n1-s0-depth2", "temper-cp-rank1-n2-s0-depth2"]
+    # The depth that the recipe has is no other run.
+    assert [run["key"] for run in found["runs"]] == [*KEYS[:2], added[0], *KEYS[2:], added[1]]
+    assert found["vary"] == {"model.depth": [1, 2]}
+    assert [run["vary"] for run in found["runs"][-2:]] == [{}, {"model.depth": 2}]
+    assert found["recipe"]["model"]["depth"] == 1
+    assert found["runs"][-1]["parameters"]["added"] > 2 * found["runs"][-2]["parameters"]["added"]
+    assert RunFolder(whole / "runs" / added[1]).read()["recipe"]["model"]["depth"] == 2
+    unvaried = [run for run in lasting(whole)["runs"] if run["key"] in KEYS]
+    assert unvaried == lasting(unbroken)["runs"]
+
+    process = start(launch, ["compare", "--out", str(out), *words, "--jobs", "1"])
+    total = random.randint(1, 40)
+    until(lambda: sum(steps(out, key) for key in added) >= total, process)
+    process.kill()
+    process.communicate()
+    assert main(["compare", "--out", str(out), "--launch", launch, "--no-cost"]) == 0, total
+    assert lasting(out)["runs"] == lasting(whole)["runs"]
+    capsys.readouterr()
+    assert main(["compare", "--out", str(out), *words[:4], "--dry-run"]) == 0
+    assert "0 runs to train" in capsys.readouterr().out
+
+
+def test_means_and_differences_are_of_equal_settings():
+    runs = [
+        run_entry("residual", 4, 0, bpb=2.0),
+        run_entry("residual", 4, 1, bpb=2.1),
+        run_entry("residual", 4, 0, bpb=1.8, vary={"model.depth": 6}),
+        run_entry("mhc", 4, 0, bpb=1.9),
+        run_entry("mhc", 4, 1, bpb=2.05),
+        run_entry("mhc", 4, 0, bpb=1.95, vary={"optim.routing_lr": 0.5}),
+        run_entry("mhc", 4, 0, bpb=1.6, vary={"model.depth": 6}),
+        run_entry("mhc", 4, 1, bpb=1.5, vary={"model.depth": 6}),
+        run_entry("mhc", 4, 0, bpb=1.7, vary={"model.depth": 6, "optim.routing_lr": 0.5}),
+    ]
+    quartiles = {"median": 2.0, "low": 2.0, "high": 2.0}
+    cost = {"rows": [{"method": "mhc", "streams": 4, "step_ms": quartiles, "ratio": quartiles}]}
+    found = made_up(runs, cost=cost)
+    assert found["vary"] == {"model.depth": [3, 6], "optim.routing_lr": [0.025, 0.5]}
+    rows = [
+        (row["method"], *row["vary"].values(), row["final"], row["gap"], bool(row["cost"])) for row in table.rows(found)
+    ]
+    assert rows == [
+        ("residual", 3, None, pytest.approx(2.05), 0.0, False),
+        ("residual", 6, None, 1.8, 0.0, False),
+        ("mhc", 3, 0.025, pytest.approx(1.975), pytest.approx(-0.075), True),
+        # A residual network has no routing: its runs are the same at every learning rate of it.
+        ("mhc", 3, 0.5, 1.95, pytest.approx(-0.05), True),
+        # The time of a step was measured with three blocks, and seed 1 has no residual run.
+        ("mhc", 6, 0.025, pytest.approx(1.55), pytest.approx(-0.2), False),
+        ("mhc", 6, 0.5, 1.7, pytest.approx(-0.1), False),
+    ]
 
 
 def test_core_is_kept_in_the_folders_of_the_runs(unbroken, tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Studies on paper: methods, grids, what is counted, and what is said beforehand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +10,15 @@ import temper
 from temper_lab import recipe
 from temper_lab.cli import main
 from temper_lab.cli.compare import _lasting
+from temper_lab.compare import vary
+from temper_lab.compare.cost import groups_of
 from temper_lab.compare.counts import counts_of, flops_of
 from temper_lab.compare.method import Method, parse_all
 from temper_lab.compare.progress import Tail
+from temper_lab.compare.runner import Runner
 from temper_lab.compare.session import Session, num_cores
-from temper_lab.compare.study import MACHINE, Block, Study, override, read_grid
+from temper_lab.compare.study import Block, Study, override, read_grid
+from temper_lab.compare.vary import MACHINE
 from temper_lab.model import GPT
 
 TABLE1 = ("residual", "mhc", "mhc-lite", "kromhc", "temper-cp", "temper-tucker")
@@ -176,6 +181,180 @@ def test_a_base_is_overridden_and_its_study_left_behind(tmp_path):
         (tmp_path / "loop.toml").write_text(text)
         with pytest.raises(ValueError, match=words):
             recipe.load_study(tmp_path / "loop.toml")
+
+
+VARIED = {"model.depth": [4, 2, 3], "optim.routing_lr": [0.1, 0.025]}
+
+
+def keys(cells):
+    return [cell.key for cell in cells]
+
+
+def test_a_value_that_the_recipe_has_is_no_other_run():
+    settings = recipe.load("demo")
+    grid = read_grid({"methods": ["residual", "mhc"], "grid": [{}, {"vary": VARIED}]}, settings, "x")
+    study = Study("x", settings, grid)
+    assert keys(study.cells) == [
+        *("residual-n1-s0-depth2", "residual-n1-s0", "residual-n1-s0-depth4"),
+        *("mhc-n4-s0-depth2", "mhc-n4-s0-depth2-routing_lr0.1", "mhc-n4-s0", "mhc-n4-s0-routing_lr0.1"),
+        *("mhc-n4-s0-depth4", "mhc-n4-s0-depth4-routing_lr0.1"),
+    ]
+    assert study.axes == (("model.depth", (2, 3, 4)), ("optim.routing_lr", (0.025, 0.1)))
+    last = study.cells[-1]
+    assert last.vary == (("model.depth", 4), ("optim.routing_lr", 0.1))
+    assert settings.changes(study.settings_of(last)) == [
+        "model.depth was 3, is 4",
+        "optim.routing_lr was 0.025, is 0.1",
+    ]
+    # A residual network has no routing to train, and no run is trained twice.
+    assert study.value_of(study.cells[0], "optim.routing_lr") is None
+    # What a step takes is measured with the recipe as it is; a learning rate does not change it.
+    assert [(str(method), n) for method, n in groups_of(study)] == [("residual", 1), ("mhc", 4)]
+    assert groups_of(replace(study, grid=override(study.grid, [], [], [], ["model.depth=2,4"]))) == []
+    with torch.device("meta"):
+        built = GPT(study.recipe_of(last, Path("x")).model)
+    assert counts_of(study, last, settings.model.vocab_size)["total"] == built.num_parameters()["total"]
+    assert flops_of(study, last, settings.model.vocab_size) == built.flops_per_token()
+
+
+def test_runs_are_trained_block_after_block_and_seed_by_seed(tmp_path):
+    """A promise: whatever has finished when time runs out is comparable."""
+    grid = [
+        {"methods": ["residual", "mhc"], "streams": [4, 8], "seeds": [1, 0]},
+        {"methods": ["kromhc"], "streams": [2], "seeds": [0]},
+        {"methods": ["residual", "hc"], "streams": [4], "seeds": [0], "vary": {"model.depth": [2, 3]}},
+    ]
+    settings = recipe.load("demo")
+    study = Study("x", settings, read_grid({"grid": grid}, settings, "x"))
+    expected = [
+        *("residual-n1-s1", "mhc-n4-s1", "mhc-n8-s1", "residual-n1-s0", "mhc-n4-s0", "mhc-n8-s0", "kromhc-n2-s0"),
+        *("residual-n1-s0-depth2", "hc-n4-s0-depth2", "hc-n4-s0"),
+    ]
+    assert keys(study.queue) == expected
+    assert sorted(keys(study.cells)) == sorted(expected)
+    assert [cell.method.preset for cell in study.cells] == sorted(
+        (cell.method.preset for cell in study.queue), key=["residual", "mhc", "kromhc", "hc"].index
+    )
+    runner = Runner(study, tmp_path, jobs=1, threads=1, launch=["true"])
+    assert keys(runner._waiting) == expected
+    # What is added comes after what was there.
+    assert keys(study.extended(override(grid=study.grid[:1], methods=["hc"], streams=[], seeds=[5]), "").queue) == [
+        *expected,
+        *("hc-n4-s5", "hc-n8-s5"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "label"),
+    [
+        ("optim.matrix_lr=0.02,5e-2, 1", (0.02, 0.05, 1.0), "matrix_lr1"),
+        ("optim.matrix-lr=0.10,0.1", (0.1,), "matrix_lr0.1"),
+        ("train.steps=10,20", (10, 20), "steps20"),
+        ("train.compile=false,true", (False, True), "compiletrue"),
+        ("train.precision=auto,float64", ("auto", "float64"), "precisionfloat64"),
+        ("optim.betas=[0.8,0.95],[0.9, 0.99]", ((0.8, 0.95), (0.9, 0.99)), "betas0.9x0.99"),
+        ('train.start="a,b",../some/run', ("a,b", "../some/run"), "start.._some_run-291a2b"),
+    ],
+)
+def test_values_are_of_the_type_of_their_field(text, values, label):
+    ((name, found),) = vary.parse([text])
+    assert name == text.partition("=")[0].replace("-", "_")
+    assert found == values
+    assert [type(value) for value in found] == [type(value) for value in values]
+    assert vary.suffix(((name, found[-1]),)) == f"-{label}"
+    assert vary.read(vary.plain(((name, found),))) == ((name, found),)
+
+
+def test_names_of_runs_stay_apart():
+    settings = (("train.start", "a/b"), ("train.start", "a_b"), ("train.start", "a" * 80), ("train.start", "a" * 81))
+    names = {vary.suffix((item,)) for item in settings}
+    assert len(names) == 4
+    assert max(map(len, names)) < 60
+    both = Method.parse("mhc"), Method.parse("mhc")
+    grid = (Block(both, (4,), (0,), (("optim.clip", (1.0, 2.0)),)),)
+    assert keys(Study("x", recipe.load("demo"), grid).cells) == ["mhc-n4-s0", "mhc-n4-s0-clip2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["optim.matix_lr=1"], "unknown field of a recipe 'optim.matix_lr'. Did you mean 'optim.matrix_lr'"),
+        (["matrix_lr=1"], "Did you mean 'optim.matrix_lr'"),
+        (["optim.matrix_lr"], "is not FIELD=VALUE,VALUE, such as optim.matrix_lr=0.02,0.05"),
+        (["optim.matrix_lr="], "vary has optim.matrix_lr = []; expected a list of values"),
+        (["optim.matrix_lr=fast"], "optim.matrix_lr is 'fast'; expected a number"),
+        (["optim.matrix_lr=nan"], "expected a number"),
+        (["train.steps=1.5"], "train.steps is '1.5'; expected a whole number"),
+        (["train.steps=0"], "train.steps is 0; expected a whole number >= 1"),
+        (["optim.momentum=2"], "momentum is 2.0; expected a number in [0, 1)"),
+        (["train.batch_tokens=100"], "train.batch_tokens is 100; expected a multiple of model.context 128"),
+        (["model.context=96", "train.steps=3"], "model.context = 96, train.steps = 3: train.batch_tokens is 2048"),
+        (["optim.clip=1", "optim.clip=2"], "optim.clip twice"),
+        (["train.seed=1"], "train.seed cannot be varied: every run has its own already; use --seeds"),
+        (["model.preset=mhc"], "use --methods"),
+        (["model.router={}"], "use --methods, such as temper-cp:rank=8"),
+        (["model.routers={}"], "use --methods"),
+        (["model.num_streams=2"], "use --streams"),
+        (["train.threads=2"], "use --train.threads for all runs"),
+        (["tokenizer.path=x"], "use --tokenizer.path for all runs"),
+        (["train.device=cpu"], "use --train.device for all runs"),
+        (["data.corpus=x"], "all runs of a study share the data; for another value begin a study in another --out"),
+        (["tokenizer.train_chars=9"], "share the tokenizer"),
+        (["model.vocab_size=512"], "share the tokenizer"),
+    ],
+)
+def test_what_cannot_be_varied_says_what_to_do_instead(options, words, capsys):
+    given = [word for option in options for word in ("--vary", option)]
+    assert main(["compare", "--recipe", "demo", "--dry-run", *given]) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_axes_in_a_recipe(tmp_path):
+    text = """base = "demo"
+[compare]
+methods = ["mhc"]
+vary = { optim.clip = [1, 2.5] }
+grid = [{}, { vary = {} }, { streams = [8], vary = { "train.steps" = [70], "optim.betas" = [[0.9, 0.99]] } }]
+"""
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    study = study_of(str(path))
+    assert keys(study.queue) == ["mhc-n4-s0", "mhc-n4-s0-clip2.5", "mhc-n8-s0-steps70-betas0.9x0.99"]
+    study.write(tmp_path)
+    assert Study.read(tmp_path) == study
+    # The command line replaces what all blocks vary.
+    assert keys(replace(study, grid=override(study.grid, [], [], [], ["optim.clip=2"])).cells) == [
+        "mhc-n4-s0-clip2",
+        "mhc-n8-s0-clip2",
+    ]
+    for bad, words in (("3", "vary is 3; expected a table"), ('{ "optim.clip" = 2 }', "expected a list of values")):
+        path.write_text(text.replace("{ optim.clip = [1, 2.5] }", bad))
+        with pytest.raises(ValueError, match=words):
+            study_of(path)
+
+
+def test_a_study_of_before_there_were_axes(tmp_path):
+    study = replace(study_of("demo"), commands=("first",))
+    study.write(tmp_path)
+    assert "vary" not in (tmp_path / "study.json").read_text()
+    more = Study.read(tmp_path).extended(override(study.grid, ["mhc"], [], [], ["train.steps=70,140"]), "second")
+    assert keys(more.queue)[-1] == "mhc-n4-s0-steps70"
+    assert len(more.queue) == 6
+
+
+def test_a_forecast_counts_every_run_at_its_own_size(capsys):
+    axes = ["--vary", "model.depth=2,3", "--vary", "train.steps=70,140"]
+    assert main(["compare", "--recipe", "demo", "--dry-run", "--methods", "mhc", *axes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:6] == ["method", "N", "depth", "steps", "seeds", "added"]
+    assert [line.split()[:6] for line in lines[1:5]] == [
+        ["mhc", "4", depth, steps, "0", added]
+        for depth, added in (("2", "51,308"), ("3", "115,362"))
+        for steps in ("70", "140")
+    ]
+    assert lines[5].startswith("70 or 140 steps x 2,048 tokens each")
 
 
 def test_jobs_and_threads():

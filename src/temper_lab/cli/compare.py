@@ -14,7 +14,8 @@ from temper_lab import recipe as recipes
 from temper_lab.cli.tables import registry
 from temper_lab.cli.train import value_of
 from temper_lab.compare.session import Session
-from temper_lab.compare.study import MACHINE, Study, override, read_grid
+from temper_lab.compare.study import Study, override, read_grid
+from temper_lab.compare.vary import MACHINE, OWN
 from temper_lab.recipe import Recipe
 
 HELP = """Train routing methods side by side: the same data, steps, seeds and first weights of the backbone.
@@ -31,9 +32,19 @@ nothing twice:
 
     temper compare --out demo
 
-More methods, streams or seeds for a study that is there:
+Any field of the recipe can be an axis of the grid. Each --vary names a field and its values; several of them give
+every combination. A value that the recipe has anyway is the same run as without --vary and is not trained again:
+
+    temper compare --recipe demo --out runs/lr --methods residual,mhc --vary optim.matrix_lr=0.02,0.05,0.1
+    temper compare --recipe demo --out runs/two --vary model.depth=2,4 --vary optim.routing_lr=0.01,0.1
+
+More methods, streams, seeds or values for a study that is there:
 
     temper compare --out demo --seeds 0 1 2
+    temper compare --out demo --vary train.steps=70,280
+
+Runs are trained in the order of the grid, block after block and seed by seed, so that what has finished when time
+runs out can be compared.
 
 What it would take, without doing it:
 
@@ -46,11 +57,13 @@ On GPUs, one run after the other:
 Recipes: {names}.
 
 Args:
-    recipe: A built-in recipe or a TOML file; its section [compare] has the methods, streams and seeds.
+    recipe: A built-in recipe or a TOML file; its section [compare] has the methods, streams, seeds and varied fields.
     out: The folder of the study: results.json, runs/, logs/, tokenizer/.
     methods: Presets with overrides, separated by commas or spaces. Left out: those of the recipe or the study.
     streams: Numbers of streams N; the residual preset has one stream and runs once.
     seeds: Of the first weights and of the order of the data.
+    vary: A field of the recipe and the values to train with, such as optim.matrix_lr=0.02,0.05,0.1. Repeat the option
+        for several fields. It replaces what the recipe or the study varies.
     jobs: Runs at a time; 0 for as many as there are cores, and for 1 on GPUs.
     launch: What starts a run, before `-m`: torchrun and its options.
     cost: After the runs, time a training step of all methods, taking turns, for about a minute.
@@ -87,6 +100,7 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         methods: Annotated[list[str], tyro.conf.arg(metavar="METHOD")] = [],  # noqa: B006 - tyro shows it in --help
         streams: Annotated[list[int], tyro.conf.arg(metavar="N")] = [],  # noqa: B006
         seeds: Annotated[list[int], tyro.conf.arg(metavar="SEED")] = [],  # noqa: B006
+        vary: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="FIELD=VALUE,VALUE")] = [],  # noqa: B006
         jobs: int = 0,
         launch: str = "",
         cost: bool = True,
@@ -98,7 +112,7 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         is_continued = recipe is None and stored is not None
         title = Path(recipe or "recipe").stem
         grid = stored.grid if is_continued else read_grid(section, settings, recipe or title)
-        grid = override(grid, methods, streams, seeds)
+        grid = override(grid, methods, streams, seeds, vary)
         text = shlex.join(["temper", "compare", *_lasting(words)])
         asked = Study(title, settings, grid, (text,))
         study = asked if stored is None else _more(stored, asked, folder)
@@ -131,15 +145,9 @@ def _more(stored: Study, asked: Study, folder: str | None) -> Study:
 
 
 def _check_fixed(base: Recipe, settings: Recipe) -> None:
-    for field, option in (
-        ("preset", "--methods"),
-        ("router", "--methods, such as temper-cp:rank=8"),
-        ("num_streams", "--streams"),
-    ):
-        if getattr(base.model, field) != getattr(settings.model, field):
-            raise ValueError(f"--model.{field.replace('_', '-')} is every run's own here; use {option}")
-    if base.train.seed != settings.train.seed:
-        raise ValueError("--train.seed is every run's own here; use --seeds")
+    for name, axis in OWN.items():
+        if base.field(name) != settings.field(name):
+            raise ValueError(f"--{name.replace('_', '-')} is every run's own here; use --{axis}")
 
 
 def _session(threads: int, jobs: int, launch: str, cost: bool, core: Path | None, max_per_task: int | None) -> Session:

@@ -13,6 +13,7 @@ from temper_lab.bench.measure import WARMUP, Run, interleave, milliseconds, rati
 from temper_lab.bench.run import pinned
 from temper_lab.compare.method import Method
 from temper_lab.compare.study import Study
+from temper_lab.compare.vary import has_own_step
 from temper_lab.distributed import Spread, World, precision, session
 from temper_lab.memory import keep_freed_memory
 from temper_lab.model import GPT, ModelConfig
@@ -29,10 +30,18 @@ DEARER = 1.3
 Group = tuple[Method, int]
 
 
+def groups_of(study: Study) -> list[Group]:
+    """What is measured: every method and N of runs whose step is that of the recipe."""
+    cells = (cell for cell in study.cells if not study.refusal(cell) and not has_own_step(cell.vary))
+    return list(dict.fromkeys((cell.method, cell.streams) for cell in cells))
+
+
 def measure(study: Study, vocab_size: int, threads: int) -> dict[str, Any] | None:
     """The entry "cost" of the results; None if even one row of tokens a step would take too long."""
-    groups = [RESIDUAL, *dict.fromkeys(cell.group for cell in study.cells if not study.refusal(cell))]
-    groups = list(dict.fromkeys(groups))
+    asked = groups_of(study)
+    if not asked:
+        return None
+    groups = list(dict.fromkeys([RESIDUAL, *asked]))
     recipe = study.recipe
     keep_freed_memory()
     with (
@@ -52,7 +61,6 @@ def measure(study: Study, vocab_size: int, threads: int) -> dict[str, Any] | Non
             )
             runs[method, streams] = Run(step_of(recipe, config, world, rows, passes))
         seconds = interleave(runs, rounds, "cost of a step")
-    asked = {cell.group for cell in study.cells}
 
     def row(group: Group) -> dict[str, Any]:
         ratio = spread(ratios(seconds[group], seconds[RESIDUAL]))
@@ -74,7 +82,7 @@ def measure(study: Study, vocab_size: int, threads: int) -> dict[str, Any] | Non
         "threads": threads,
         "device": world.device.type,
     }
-    return {"setting": setting, "rows": [row(group) for group in groups if group in asked]}
+    return {"setting": setting, "rows": [row(group) for group in asked]}
 
 
 def step_of(recipe: Recipe, config: ModelConfig, world: World, rows: int, passes: int) -> Callable[[], None]:

@@ -14,16 +14,17 @@ from temper_lab.model import GPT, ModelConfig
 
 def counts_of(study: Study, cell: Cell, vocab_size: int) -> dict[str, int]:
     """Trainable parameters in total, those of the routing, and what is stored but not trained."""
-    config, sites = study.routing(cell), 2 * study.recipe.model.num_layers
-    added = sites * temper.count_parameters(config)
-    stored = sites * temper.count_parameters(config, include_frozen=True)
-    backbone = _backbone(study.recipe.model, vocab_size)
+    config, model = study.routing(cell), study.settings_of(cell).model
+    added = model.num_sites * temper.count_parameters(config)
+    stored = model.num_sites * temper.count_parameters(config, include_frozen=True)
+    plain = {"preset": "residual", "num_streams": 1, "router": {}, "routers": {}}
+    backbone = _backbone(model.with_(**plain, vocab_size=vocab_size))
     return {"total": backbone + added, "added": added, "frozen": stored - added}
 
 
 def flops_of(study: Study, cell: Cell, vocab_size: int) -> int:
     """Of a training step, per token; for a run that is not skipped."""
-    return _flops(study.recipe.model, cell.method, cell.streams, vocab_size)
+    return _flops(study.settings_of(cell).model, cell.method, cell.streams, vocab_size)
 
 
 @cache
@@ -34,7 +35,7 @@ def _flops(model: ModelConfig, method: Method, streams: int, vocab_size: int) ->
 
 
 @cache
-def _backbone(config: ModelConfig, vocab_size: int) -> int:
+def _backbone(model: ModelConfig) -> int:
+    """Parameters of a residual model."""
     with torch.device("meta"):
-        model = GPT(config.with_(preset="residual", num_streams=1, router={}, routers={}, vocab_size=vocab_size))
-    return model.num_parameters()["total"]
+        return GPT(model).num_parameters()["total"]

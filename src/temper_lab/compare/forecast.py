@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from temper_lab import plan
 from temper_lab.bench.run import pinned
+from temper_lab.compare import vary
 from temper_lab.compare.counts import counts_of, flops_of
 from temper_lab.compare.run import check_folder, check_runs, vocab_size
 from temper_lab.compare.session import Session
@@ -25,15 +27,14 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
         check_folder(folder)
         check_runs(study, folder)
     size = study.recipe.model.vocab_size if folder is None else vocab_size(study, folder)
-    train = study.recipe.train
-    tokens = train.steps * train.batch_tokens
     runs = [cell for cell in study.cells if not study.refusal(cell) and not _is_finished(folder, cell)]
     jobs, threads = session.settled(study.recipe, len(runs))
     with pinned(jobs * threads or torch.get_num_threads()):
         here = plan.matmul_flops(study.recipe) * (plan.GPU_SHARE if torch.cuda.is_available() else plan.CPU_SHARE)
     table = Table(box=None)
     table.add_column("method", no_wrap=True)
-    for name in ("N", "seeds", "added", "parameters", "FLOPs/token", "to train", "time"):
+    fields = [name for name, _ in study.axes]
+    for name in ("N", *map(vary.short, fields), "seeds", "added", "parameters", "FLOPs/token", "to train", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     groups: dict[object, list[Cell]] = {}
     for cell in study.cells:
@@ -43,22 +44,26 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
         first = cells[0]
         counts = counts_of(study, first, size)
         seeds = " ".join(str(cell.seed) for cell in cells)
-        known = [str(first.method), str(first.streams), seeds, f"{counts['added']:,}", f"{counts['total']:,}"]
+        values = [vary.show_or_dash(study.value_of(first, name)) for name in fields]
+        known = [str(first.method), str(first.streams), *values, seeds]
+        known += [f"{counts['added']:,}", f"{counts['total']:,}"]
         if reason := study.refusal(first):
-            notes.append(f"{first.method}, N={first.streams} is skipped: {reason}")
+            notes.append(f"{_name(first)} is skipped: {reason}")
             table.add_row(*known, "-", "skipped", "-")
             continue
-        flops = flops_of(study, first, size)
+        flops, train = flops_of(study, first, size), study.settings_of(first).train
         open_runs = [cell for cell in cells if cell in runs]
-        seconds = len(open_runs) * flops * tokens / here
+        seconds = len(open_runs) * flops * train.steps * train.batch_tokens / here
         total += seconds
         table.add_row(*known, f"{flops:,}", f"{len(open_runs)} of {len(cells)}", duration(seconds))
         if counts["frozen"]:
-            notes.append(f"{first.method}, N={first.streams}: {counts['frozen']:,} more are stored and not trained")
+            notes.append(f"{_name(first)}: {counts['frozen']:,} more are stored and not trained")
     console(160).print(table)
     for note in notes:
         print(note)
-    print(f"{train.steps:,} steps x {train.batch_tokens:,} tokens each; corpus {study.recipe.data.corpus}")
+    trains = [study.settings_of(cell).train for cell in study.cells]
+    steps, tokens = _each(train.steps for train in trains), _each(train.batch_tokens for train in trains)
+    print(f"{steps} steps x {tokens} tokens each; corpus {study.recipe.data.corpus}")
     each = f" of {threads} thread{'s' if threads > 1 else ''}" if threads else ""
     print(
         f"{len(runs)} runs to train, {jobs} at a time{each}: about {duration(total)} on this machine (from its matmul "
@@ -68,6 +73,14 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
         gpus = study.recipe.data.shares
         there = total * here / (plan.A100_FLOPS * plan.GPU_SHARE * gpus)
         print(f"about {duration(there)} on {gpus} A100 (estimate: {plan.GPU_SHARE:.0%} of their bfloat16 matmuls)")
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.method}, N={cell.streams}{f', {vary.describe(cell.vary)}' if cell.vary else ''}"
+
+
+def _each(numbers: Iterable[int]) -> str:
+    return " or ".join(f"{number:,}" for number in sorted(set(numbers)))
 
 
 def _is_finished(folder: Path | None, cell: Cell) -> bool:

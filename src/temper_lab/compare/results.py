@@ -9,7 +9,7 @@ from typing import Any
 
 from temper_lab import metrics
 from temper_lab.checkpoint.files import dumps, read_json, write_whole
-from temper_lab.compare import origin
+from temper_lab.compare import origin, vary
 from temper_lab.compare.core import read_core
 from temper_lab.compare.counts import counts_of, flops_of
 from temper_lab.compare.runner import Entry
@@ -36,6 +36,7 @@ def gather(study: Study, folder: Path, entries: Iterable[Entry], vocab_size: int
         "methods": [*map(str, study.methods)],
         "streams": study.streams,
         "seeds": study.seeds,
+        "vary": vary.plain(study.axes),
         "runs": [_run(study, folder, entry, vocab_size) for entry in entries],
         "cost": cost,
     }
@@ -57,7 +58,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def _run(study: Study, folder: Path, entry: Entry, vocab_size: int) -> dict[str, Any]:
-    cell, run, train = entry.cell, run_folder(folder, entry.cell), study.recipe.train
+    cell, run, train = entry.cell, run_folder(folder, entry.cell), study.settings_of(entry.cell).train
     rows = metrics.read(run.metrics)
     step = rows[-1]["step"] if rows else 0
     return {
@@ -68,6 +69,7 @@ def _run(study: Study, folder: Path, entry: Entry, vocab_size: int) -> dict[str,
         "label": cell.method.label,
         "streams": cell.streams,
         "seed": cell.seed,
+        "vary": vary.plain(cell.vary),
         "status": entry.status if entry.status in STATUSES else "waiting",
         "reason": entry.reason,
         "parameters": counts_of(study, cell, vocab_size),

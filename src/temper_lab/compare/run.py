@@ -14,7 +14,8 @@ import temper
 from temper_lab.compare import core, cost, results, table
 from temper_lab.compare.runner import Entry, Runner
 from temper_lab.compare.session import Session, is_on_cpu
-from temper_lab.compare.study import FILE_NAME, MACHINE, Study, run_folder
+from temper_lab.compare.study import FILE_NAME, Study, run_folder
+from temper_lab.compare.vary import MACHINE
 from temper_lab.compare.view import View
 from temper_lab.provenance import corpus_of
 from temper_lab.recipe import Recipe
@@ -86,7 +87,10 @@ class _Comparison:
         if self.session.with_cost and self.cost is None:
             self.cost = cost.measure(self.study, self.vocab_size, self.threads)
             if self.cost is None:
-                print("the cost of a step was not measured: it takes too long on this machine", file=sys.stderr)
+                reason = "it takes too long on this machine"
+                if not cost.groups_of(self.study):
+                    reason = "every run varies what a step does, and it is measured with the recipe as it is"
+                print(f"the cost of a step was not measured: {reason}", file=sys.stderr)
             path = self._write()
         if self.session.bundle is not None:
             done = [entry for entry in self.runner.entries.values() if entry.status == "finished"]
@@ -122,7 +126,7 @@ class _Comparison:
     def _known_cost(self) -> Any:
         """What an earlier command has measured, if it was of all these methods."""
         found = (results.read(self.folder) or {}).get("cost")
-        asked = {(str(cell.method), cell.streams) for cell in self.study.cells if not self.study.refusal(cell)}
+        asked = {(str(method), streams) for method, streams in cost.groups_of(self.study)}
         known = {(row["method"], row["streams"]) for row in found["rows"]} if found else set()
         return found if known >= asked else None
 

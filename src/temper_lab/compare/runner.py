@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from temper_lab.compare.counts import flops_of
 from temper_lab.compare.progress import Progress, last_line, state, steps_done
 from temper_lab.compare.study import Cell, Study, run_folder
 from temper_lab.interrupt import StopWish
@@ -21,13 +22,18 @@ PAUSE = 0.2
 
 @dataclass
 class Entry:
-    """A run as people see it."""
+    """A run as people see it.
+
+    Args:
+        flops: of a step, about; how long a step takes is not known before the first one.
+    """
 
     cell: Cell
     steps: int
     status: str
     reason: str | None = None
     progress: Progress | None = None
+    flops: float = 0.0
 
     @property
     def step(self) -> int:
@@ -61,18 +67,18 @@ class Runner:
         self._on_change, self._on_look = on_change, on_look
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self.entries = {cell.key: self._entry(cell) for cell in study.cells}
-        # One seed of everything first: a study that is cut short still compares.
-        waiting = [cell for cell in study.cells if self.entries[cell.key].status not in ("finished", "skipped")]
-        self._waiting = sorted(waiting, key=lambda cell: (cell.seed, cell.streams))
+        self._waiting = [cell for cell in study.queue if self.entries[cell.key].status not in ("finished", "skipped")]
 
     def _entry(self, cell: Cell) -> Entry:
-        run, steps = run_folder(self.folder, cell), self.study.recipe.train.steps
+        run, recipe = run_folder(self.folder, cell), self.study.settings_of(cell)
+        steps = recipe.train.steps
         if reason := self.study.refusal(cell):
             return Entry(cell, steps, "skipped", reason)
         status, reason = state(run)
         progress = Progress(run, steps, time.time())
         progress.refresh()
-        return Entry(cell, steps, status, reason, progress)
+        flops = flops_of(self.study, cell, recipe.model.vocab_size) * recipe.train.batch_tokens
+        return Entry(cell, steps, status, reason, progress, flops)
 
     @property
     def num_waiting(self) -> int:

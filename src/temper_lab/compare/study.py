@@ -1,4 +1,4 @@
-"""What a study trains: a recipe, and a grid of methods, streams and seeds. `study.json` holds it."""
+"""What a study trains: a recipe, and a grid of methods, streams, seeds and fields. `study.json` holds it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ import temper
 from temper.mixers import Mixer
 from temper.registry import unknown
 from temper_lab.checkpoint.files import dumps, read_json, write_whole
+from temper_lab.compare import vary as varying
 from temper_lab.compare.method import Method, parse_all
-from temper_lab.recipe import Recipe
+from temper_lab.compare.vary import Axes, Settings
+from temper_lab.model import ModelConfig
+from temper_lab.recipe import Recipe, field_types
 from temper_lab.run import RunFolder
 
 FORMAT = "temper-study-1"
 FILE_NAME = "study.json"
 METHODS = ("residual", "mhc", "kromhc", "temper-cp", "temper-tucker")
-# Where a machine does its work, not what it does.
-MACHINE = ("train.threads", "tokenizer.path")
-AXES = ("methods", "streams", "seeds")
+LISTS = ("methods", "streams", "seeds")
+AXES = (*LISTS, "vary")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Every method with every number of streams and every seed."""
+    """Every method with every number of streams, every seed and every combination of varied fields."""
 
     methods: tuple[Method, ...]
     streams: tuple[int, ...]
     seeds: tuple[int, ...]
+    vary: Axes = ()
 
     def __post_init__(self) -> None:
         for name, least in (("streams", 2), ("seeds", 0)):
@@ -45,9 +48,12 @@ class Block:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], otherwise: Block) -> Block:
         """From a table of a recipe; an axis that is not in it is another block's."""
-        for axis in AXES:
+        for axis in LISTS:
             if not isinstance(values.get(axis, []), list):
                 raise ValueError(f"{axis} is {values[axis]!r}; expected a list")
+        vary = values.get("vary")
+        if vary is not None and not isinstance(vary, Mapping):
+            raise ValueError(f'vary is {vary!r}; expected a table such as {{ "optim.matrix_lr" = [0.02, 0.05] }}')
         methods = values.get("methods")
         if methods is not None and not all(isinstance(method, str) for method in methods):
             raise ValueError(f"methods is {methods!r}; expected a list of strings")
@@ -55,10 +61,12 @@ class Block:
             otherwise.methods if methods is None else parse_all(methods),
             tuple(values.get("streams", otherwise.streams)),
             tuple(values.get("seeds", otherwise.seeds)),
+            otherwise.vary if vary is None else varying.read(vary),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {"methods": [*map(str, self.methods)], "streams": [*self.streams], "seeds": [*self.seeds]}
+        values = {"methods": [*map(str, self.methods)], "streams": [*self.streams], "seeds": [*self.seeds]}
+        return {**values, **({"vary": varying.plain(self.vary)} if self.vary else {})}
 
 
 Grid = tuple[Block, ...]
@@ -89,20 +97,26 @@ class Cell:
 
     Args:
         streams: the true N, which is 1 for a residual network.
+        vary: the fields in which its recipe differs from that of the study.
     """
 
     method: Method
     streams: int
     seed: int
+    vary: Settings = ()
 
     @property
     def key(self) -> str:
-        return f"{self.method.label}-n{self.streams}-s{self.seed}"
+        return f"{self.method.label}-n{self.streams}-s{self.seed}{varying.suffix(self.vary)}"
 
     @property
-    def group(self) -> tuple[Method, int]:
-        """What the seeds are averaged over."""
-        return self.method, self.streams
+    def group(self) -> tuple[Method, int, Settings]:
+        """What all seeds of a mean have in common."""
+        return self.method, self.streams, self.vary
+
+    def __str__(self) -> str:
+        settings = f" with {varying.describe(self.vary)}" if self.vary else ""
+        return f"{self.method}, N={self.streams}, seed {self.seed}{settings}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,7 @@ class Study:
 
     Args:
         name: the recipe's.
-        recipe: what all runs share; preset, streams, router and seed are each run's own.
+        recipe: what all runs share; preset, streams, router, seed and varied fields are each run's own.
         commands: what made this study, and what added to it.
     """
 
@@ -130,24 +144,61 @@ class Study:
         for cell in self.cells:
             other = labels.setdefault(cell.key, cell)
             if other != cell:
-                raise ValueError(f"{other.method} and {cell.method} would both be the run {cell.key}")
+                raise ValueError(f"{other} and {cell} would both be the run {cell.key}")
+
+    @cached_property
+    def queue(self) -> tuple[Cell, ...]:
+        """Every run once, in the order of training.
+
+        Block after block of the grid, and within a block seed by seed: whatever has finished when time runs out has
+        all methods of the same seeds.
+        """
+        return tuple(dict.fromkeys(cell for block in self.grid for cell in self._cells(block)))
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
-        """Every run once: by method as they were asked for, then by streams and seed."""
-        found = {cell: None for block in self.grid for cell in self._cells(block)}
-        order = {method: index for index, method in enumerate(self.methods)}
-        return tuple(sorted(found, key=lambda cell: (order[cell.method], cell.streams, cell.seed)))
+        """Every run once, as tables have them: by method as they were asked for, streams, varied fields and seed."""
+        methods = {method: index for index, method in enumerate(self.methods)}
+        ranks = {name: {value: rank for rank, value in enumerate(values)} for name, values in self.axes}
+
+        def place(cell: Cell) -> tuple[Any, ...]:
+            values = ((ranks[name], self.value_of(cell, name)) for name in ranks)
+            return methods[cell.method], cell.streams, *(rank.get(value, -1) for rank, value in values), cell.seed
+
+        return tuple(sorted(self.queue, key=place))
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The varied fields, each with all values that runs have, the recipe's own among them if it is one."""
+        names = dict.fromkeys(name for cell in self.queue for name, _ in cell.vary)
+        found = {name: [self.value_of(cell, name) for cell in self.queue] for name in field_types() if name in names}
+        return tuple(
+            (name, varying.ordered(value for value in values if value is not None)) for name, values in found.items()
+        )
+
+    def value_of(self, cell: Cell, name: str) -> Any:
+        """The value of a field in a run; None for one that the run does not depend on."""
+        if self.routing(cell).mixer is None and name in varying.ROUTING:
+            return None
+        return self.settings_of(cell).field(name)
 
     def _cells(self, block: Block) -> Iterator[Cell]:
-        for method in block.methods:
-            for asked in block.streams:
-                try:
-                    model = self.recipe.model.with_(preset=method.preset, num_streams=asked, router=method.options)
-                except ValueError as error:
-                    raise ValueError(f"{method} at N={asked}: {error}") from error
-                streams = model.routing().num_streams
-                yield from (Cell(method, streams, seed) for seed in block.seeds)
+        for seed in block.seeds:
+            for settings in varying.combinations(block.vary):
+                for asked in block.streams:
+                    for method in block.methods:
+                        yield self._cell(method, asked, seed, varying.differing(settings, self.recipe))
+
+    def _cell(self, method: Method, asked: int, seed: int, settings: Settings) -> Cell:
+        model = varying.varied(self.recipe, settings).model
+        try:
+            routing = _model(model, method, asked).routing()
+        except ValueError as error:
+            at = f", {varying.describe(settings)}" if settings else ""
+            raise ValueError(f"{method} at N={asked}{at}: {error}") from error
+        if routing.mixer is None:
+            settings = varying.of_residual(settings)
+        return Cell(method, routing.num_streams, seed, settings)
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -161,16 +212,20 @@ class Study:
     def seeds(self) -> list[int]:
         return sorted({seed for block in self.grid for seed in block.seeds})
 
+    def settings_of(self, cell: Cell) -> Recipe:
+        """The recipe with what is varied in a run; its method and seed are still to come."""
+        return varying.varied(self.recipe, cell.vary)
+
     def recipe_of(self, cell: Cell, folder: Path, threads: int | None = None) -> Recipe:
         """The recipe of a run in the study's folder."""
-        recipe = self.recipe
-        model = recipe.model.with_(preset=cell.method.preset, num_streams=cell.streams, router=cell.method.options)
+        recipe = self.settings_of(cell)
+        model = _model(recipe.model, cell.method, cell.streams)
         train = replace(recipe.train, seed=cell.seed, threads=recipe.train.threads if threads is None else threads)
         tokenizer = replace(recipe.tokenizer, path=str(folder / "tokenizer"))
         return replace(recipe, model=model, train=train, tokenizer=tokenizer)
 
     def routing(self, cell: Cell) -> temper.RouterConfig:
-        return _routing(cell.method, cell.streams, self.recipe.model.dim)
+        return _model(self.settings_of(cell).model, cell.method, cell.streams).routing()
 
     def refusal(self, cell: Cell) -> str | None:
         """Why a run is skipped, or None if it is not."""
@@ -178,13 +233,13 @@ class Study:
         reason = None if config.mixer is None else Mixer.named(config.mixer.name).refusal(config.num_streams)
         if reason is None:
             return None
-        count, sites = temper.count_parameters(config), 2 * self.recipe.model.num_layers
+        count, sites = temper.count_parameters(config), self.settings_of(cell).model.num_sites
         return f"{reason} Here it would take {count:,} parameters per site, {sites * count:,} in {sites} sites."
 
     def extended(self, grid: Grid, command: str) -> Study:
         """With the runs of another grid too; the same study if it has them all."""
         larger = replace(self, grid=(*self.grid, *grid))
-        if set(larger.cells) == set(self.cells):
+        if set(larger.queue) == set(self.queue):
             return self
         return replace(larger, commands=(*self.commands, command))
 
@@ -218,13 +273,16 @@ class Study:
 
 
 @cache
-def _routing(method: Method, streams: int, dim: int) -> temper.RouterConfig:
-    return temper.preset(method.preset, num_streams=streams, dim=dim, **method.options)
+def _model(model: ModelConfig, method: Method, streams: int) -> ModelConfig:
+    return model.with_(preset=method.preset, num_streams=streams, router=method.options)
 
 
-def override(grid: Grid, methods: Sequence[str], streams: Sequence[int], seeds: Sequence[int]) -> Grid:
+def override(
+    grid: Grid, methods: Sequence[str], streams: Sequence[int], seeds: Sequence[int], vary: Sequence[str] = ()
+) -> Grid:
     """The grid with some axes replaced in every block; an empty one stays as it is."""
     given = {"methods": parse_all(methods) if methods else (), "streams": tuple(streams), "seeds": tuple(seeds)}
+    given["vary"] = varying.parse(vary)
     changes = {axis: values for axis, values in given.items() if values}
     return tuple(dict.fromkeys(replace(block, **changes) for block in grid))
 

@@ -78,18 +78,19 @@ class View:
     def left(self) -> float | None:
         """Seconds until the last run ends, from what the runs so far took; None if nothing goes on."""
         entries = [entry for entry in self._runner.entries.values() if entry.progress is not None]
-        rates = [rate for entry in entries if entry.progress and (rate := entry.progress.seconds_per_step)]
+        rates = [(entry, rate) for entry in entries if entry.progress and (rate := entry.progress.seconds_per_step)]
         if not (rates and self._runner.running):
             return None
-        mean = sum(rates) / len(rates)
+        # Runs may be of different sizes: what one has taken says something of another by their FLOPs.
+        mean = sum(rate for _, rate in rates) / sum(entry.flops for entry, _ in rates)
         left = [0.0]
         for entry in entries:
             assert entry.progress is not None
             if entry.status == "running":
                 known = entry.progress.left
-                left.append(mean * (entry.steps - entry.step) if known is None else known)
+                left.append(mean * entry.flops * (entry.steps - entry.step) if known is None else known)
         ended = ("running", "finished", "failed", "killed")
-        ahead = mean * sum(entry.steps - entry.step for entry in entries if entry.status not in ended)
+        ahead = mean * sum(entry.flops * (entry.steps - entry.step) for entry in entries if entry.status not in ended)
         return max(max(left), (sum(left) + ahead) / self._runner.jobs)
 
     def _draw(self) -> None:
