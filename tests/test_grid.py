@@ -25,7 +25,7 @@ def logit_shape(mixer, num_streams):
 def must_raise(generator, mixer, num_streams):
     """Birkhoff stops at N = 6; a generator of one number per stream has no use for another last mode."""
     refused = mixer == "birkhoff" and num_streams > 6
-    return refused or (generator == "per-stream" and logit_shape(mixer, num_streams)[-1] != num_streams)
+    return refused or (generator == "per-stream" and logit_shape(mixer, num_streams)[-1] not in (0, num_streams))
 
 
 GRID = list(itertools.product(GENERATORS, MIXERS, STREAMS))
@@ -69,7 +69,7 @@ def expected_of(hc, streams, y):
     """The reference on the site's own parameters, so that its gradients are gradients of those."""
     unknown = {
         head: getattr(hc, head).generator.to_dense()
-        for head in reference.HEADS
+        for head in hc.config.heads
         if getattr(hc.config, head).name not in reference.WEIGHTS
     }
     state = {key: tensor for key, tensor in hc.state_dict(keep_vars=True).items() if not key.startswith("branch.")}
