@@ -78,7 +78,13 @@ class Trainer:
                 shuffle_mb=data.shuffle_mb,
             )
         self.val_batches = validation_batches(
-            corpus, self.tokenizer, settings.rows, self.config.context, settings.val_batches, cut_long=data.cut_long
+            corpus,
+            self.tokenizer,
+            settings.rows,
+            self.config.context,
+            settings.val_batches,
+            cut_long=data.cut_long,
+            is_shown=world.is_first,
         )
         self._resume()
         if world.is_first:

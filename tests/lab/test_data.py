@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from temper_lab.data import DownloadError, Loader, Packer, download, formats, open_corpus, sources, validation_batches
 from temper_lab.data import corpus as corpus_module
-from temper_lab.data import loader as loader_module
 from temper_lab.data.corpus import cut
 from temper_lab.data.reader import Reader
 from temper_lab.tokenizer import Tokenizer
@@ -106,7 +105,7 @@ def test_every_document_is_in_one_split_and_group(corpus):
     assert Counter(train + val) == Counter(texts_of(120))
     assert len(val) == 12
     assert len(corpus.groups("train")) > 3
-    grouped = [text for group in corpus.groups("val") for text in corpus.documents("val", group)]
+    grouped = [text for group in corpus.groups("val") for _, text in corpus.documents("val", group)]
     assert grouped == val
 
 
@@ -210,7 +209,7 @@ def test_shards_keep_the_last_for_validation(tmp_path):
     assert len(corpus.groups("val")) == 3
     assert not set(corpus.groups("val")) & set(corpus.groups("train"))
     # Real row groups, one at a time.
-    assert list(corpus.documents("train", corpus.groups("train")[1])) == texts_of(20, seed=0)[8:16]
+    assert [text for _, text in corpus.documents("train", corpus.groups("train")[1])] == texts_of(20, seed=0)[8:16]
 
 
 def test_empty_and_missing_texts_are_left_out(tmp_path):
@@ -305,29 +304,22 @@ def test_bad_arguments(tmp_path, tokenizer):
 # Packing
 
 
-def best_fit(documents, length, buffer_size):
-    """The packing rule by brute force: rows, and per row what became of each document."""
-    waiting, buffer, rows = list(documents), [], []
+def best_fit(sizes, length, buffer_size):
+    """The packing rule by brute force: rows of pieces, and the pieces that are left when they run out."""
+    waiting, buffer, rows = list(enumerate(sizes)), [], []
     while True:
-        row = []
-        while len(row) < length:
+        row, room = [], length
+        while room > 0:
             while waiting and len(buffer) < buffer_size:
                 buffer.append(waiting.pop(0))
             if not buffer:
-                return rows
-            room = length - len(row)
-            fitting = [document for document in buffer if len(document) <= room]
-            size = max(map(len, fitting)) if fitting else min(map(len, buffer))
-            chosen = next(document for document in buffer if len(document) == size)
-            buffer.remove(chosen)
-            row += chosen[:room]
-        rows.append(row)
-
-
-def numbered(sizes):
-    """Documents that begin with 0 and hold ids nobody else holds."""
-    counter = itertools.count(1)
-    return [[0, *itertools.islice(counter, size - 1)] for size in sizes]
+                return rows, row
+            fitting = [size for _, size in buffer if size <= room]
+            chosen = max(fitting) if fitting else min(size for _, size in buffer)
+            row.append(next(piece for piece in buffer if piece[1] == chosen))
+            buffer.remove(row[-1])
+            room -= chosen
+        rows.append([piece for piece, _ in row])
 
 
 SIZES = st.lists(st.integers(1, 14), max_size=40)
@@ -336,55 +328,41 @@ SIZES = st.lists(st.integers(1, 14), max_size=40)
 @settings(max_examples=300, deadline=None)
 @given(SIZES, st.integers(2, 10), st.integers(1, 6))
 def test_packer_is_best_fit(sizes, length, buffer_size):
-    documents = numbered(sizes)
-    rows = list(Packer(enumerate(documents), length, buffer_size=buffer_size))
-    assert rows == best_fit(documents, length, buffer_size)
-    assert all(len(row) == length and row[0] == 0 for row in rows)
-    # Documents are whole, except the last of a row, which may be a beginning; none comes twice.
-    by_first = {document[1]: document for document in documents if len(document) > 1}
-    seen = set()
-    for row in rows:
-        starts = [at for at, index in enumerate(row) if index == 0]
-        for start, end in itertools.pairwise([*starts, length]):
-            if end - start > 1:
-                document = by_first[row[start + 1]]
-                assert document[1] not in seen
-                seen.add(document[1])
-                assert row[start:end] == document[: end - start]
-                assert end - start == len(document) or end == length
+    packer = Packer(enumerate(sizes), length, buffer_size=buffer_size)
+    rows, left = best_fit(sizes, length, buffer_size)
+    assert list(packer) == rows
+    assert packer.left() == sorted(piece for piece, _ in left)
+    # Only the last piece of a row is cropped.
+    assert all(sum(sizes[piece] for piece in row[:-1]) < length <= sum(sizes[piece] for piece in row) for row in rows)
+    assert sorted(itertools.chain(packer.left(), *rows)) == list(range(len(sizes)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SIZES, st.integers(2, 10), st.integers(1, 6))
-def test_packer_is_the_same_after_resume_at_every_row(sizes, length, buffer_size):
-    documents = list(enumerate(numbered(sizes)))
-    unbroken = list(Packer(iter(documents), length, buffer_size=buffer_size))
-    for stop in range(len(unbroken) + 1):
-        source = iter(documents)
-        first = Packer(source, length, buffer_size=buffer_size)
-        rows = list(itertools.islice(first, stop))
-        keys = first.keys()
-        buffered = [documents[key] for key in keys]
-        rows += Packer(source, length, buffer_size=buffer_size, buffered=buffered)
-        assert rows == unbroken
+def test_packer_can_stop_when_pieces_run_out(sizes, length, buffer_size):
+    packer = Packer(enumerate(sizes), length, buffer_size=buffer_size, drain=False)
+    rows = list(packer)
+    assert rows == best_fit(sizes, length, buffer_size)[0][: len(rows)]
+    assert sorted(itertools.chain(packer.left(), *rows)) == list(range(len(sizes)))
+    assert packer.left() == sorted(packer.left())
+    # A buffer's worth is left, and at most one row's worth more.
+    assert len(packer.left()) < buffer_size + length
 
 
 def test_packer_keeps_what_fits():
-    documents = numbered([4, 3, 5, 2, 6, 1, 7])
-    rows = list(Packer(enumerate(documents), 7))
-    assert rows == [documents[6], documents[4] + documents[5], documents[2] + documents[3], documents[0] + documents[1]]
+    rows = list(Packer(enumerate([4, 3, 5, 2, 6, 1, 7]), 7))
+    assert rows == [[6], [4, 5], [2, 3], [0, 1]]
 
 
 def test_packer_crops_the_shortest():
-    documents = numbered([9, 8, 12])
-    packer = Packer(enumerate(documents), 5)
-    assert next(packer) == documents[1][:5]
-    assert packer.keys() == [0, 2]
+    packer = Packer(enumerate([9, 8, 12]), 5)
+    assert next(packer) == [1]
+    assert packer.left() == [0, 2]
 
 
 def test_packer_refuses():
-    with pytest.raises(ValueError, match="no ids"):
-        next(Packer([(7, [])], 4))
+    with pytest.raises(ValueError, match="piece 7 has no ids"):
+        next(Packer([(7, 0)], 4))
     for length, size in ((1, 1), (4, 0)):
         with pytest.raises(ValueError, match="expected at least 2 and 1"):
             Packer([], length, buffer_size=size)
@@ -392,22 +370,29 @@ def test_packer_refuses():
 
 def test_packing_is_fast():
     rng = random.Random(0)
-    documents = [(index, [0] * rng.randint(2, 600)) for index in range(20_000)]
     start = time.process_time()
-    num_rows = sum(1 for _ in Packer(documents, 257))
+    num_rows = sum(1 for _ in Packer(((index, rng.randint(2, 600)) for index in range(20_000)), 257))
     assert num_rows > 10_000
     assert time.process_time() - start < 4
 
 
 # The loader
 
+# How a corpus is shuffled: all of it, or in windows of a fifth.
+WAYS = {"memory": {}, "windows": {"in_memory_mb": 0, "shuffle_mb": 0.004}}
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return WAYS[request.param]
+
 
 @pytest.fixture
-def make(corpus, tokenizer):
+def make(corpus, tokenizer, way):
     with contextlib.ExitStack() as stack:
 
         def build(**settings):
-            settings = {"split": "train", "rows": 4, "context": 32, **settings}
+            settings = {"split": "train", "rows": 4, "context": 32, **way, **settings}
             return stack.enter_context(Loader(corpus, tokenizer, **settings))
 
         yield build
@@ -416,7 +401,7 @@ def make(corpus, tokenizer):
 @pytest.fixture(autouse=True)
 def small_buffer(monkeypatch):
     """A buffer that small corpora do not disappear in."""
-    monkeypatch.setattr(loader_module.Packer.__init__, "__kwdefaults__", {"buffer_size": 16, "buffered": ()})
+    monkeypatch.setattr(Packer.__init__, "__kwdefaults__", {"buffer_size": 16, "drain": True})
 
 
 def loader_threads():
@@ -448,38 +433,8 @@ def epochs_of(loader, num):
     return pairs
 
 
-def texts_in(tokenizer, reader, epoch):
-    return [tokenizer.decode(ids) for _, (_, ids) in reader.epoch(epoch)]
-
-
-def test_an_epoch_holds_all_documents_of_its_split_once(corpus, tokenizer):
-    reader = Reader(corpus, tokenizer, "train")
-    train = list(corpus.texts("train"))
-    orders = [texts_in(tokenizer, reader, epoch) for epoch in range(3)]
-    for order in orders:
-        assert Counter(order) == Counter(train)
-        assert order != train
-    # Both the row groups and the documents inside them come in another order.
-    keys = [[key for _, (key, _) in reader.epoch(epoch)] for epoch in range(2)]
-    assert list(dict.fromkeys(key[0] for key in keys[0])) != list(dict.fromkeys(key[0] for key in keys[1]))
-    assert sorted(keys[0], key=lambda key: key[0]) != sorted(keys[1], key=lambda key: key[0])
-    assert texts_in(tokenizer, Reader(corpus, tokenizer, "train"), 1) == orders[1]
-    assert texts_in(tokenizer, Reader(corpus, tokenizer, "train", seed=1), 1) != orders[1]
-
-
-def test_batches_are_the_packed_epochs(make, corpus, tokenizer):
-    reader = Reader(corpus, tokenizer, "train", max_ids=33)
-    documents = [ids for epoch in range(3) for _, (_, ids) in reader.epoch(epoch)]
-    expected = best_fit(documents, 33, 16)
-    loader = make()
-    for start in range(0, len(expected) - 20, 4):
-        inputs, targets = next(loader)
-        assert torch.cat([inputs, targets[:, -1:]], dim=1).tolist() == expected[start : start + 4]
-    assert loader.epoch >= 2
-
-
 def test_training_batches_hold_no_validation_text(make, corpus, tokenizer):
-    found = Counter(documents_in(tokenizer, epochs_of(make(context=400), 3)))
+    found = Counter(documents_in(tokenizer, epochs_of(make(context=400, rows=1), 3)))
     assert not found.keys() & set(corpus.texts("val"))
     assert len(found.keys() & set(corpus.texts("train"))) > 80
 
@@ -513,21 +468,33 @@ def test_epochs_and_seeds_differ_and_repeat(make):
 @pytest.mark.parametrize(
     "settings", [{}, {"rank": 1, "world": 3}, {"rank": 20, "world": 40}, {"cut_long": False}], ids=str
 )
-def test_resume_is_exact_at_every_point(make, settings):
+def test_resume_is_exact_at_every_kind_of_place(make, settings):
     unbroken = make(**settings)
     expected, states = [], [unbroken.state_dict()]
     while unbroken.epoch < 3 or len(expected) < 12:
         expected.append(torch.stack(next(unbroken)))
         states.append(json.loads(json.dumps(unbroken.state_dict())))
         assert states[-1] == unbroken.state_dict()
-    rng = random.Random(0)
-    for at in {0, 1, len(expected) - 3, *rng.sample(range(len(expected) - 3), 6)}:
+    places = [state["place"] for state in states]
+    # The start, the end, both sides of every change of epoch, the first change of window, and some in between.
+    changes = [at for at in range(1, len(places)) if places[at]["epoch"] != places[at - 1]["epoch"]]
+    changes += [at for at in range(1, len(places)) if places[at]["window"] != places[at - 1]["window"]][:1]
+    kinds = {0, 1, len(expected) - 3, *changes, *(at - 1 for at in changes)}
+    for at in {*kinds, *random.Random(0).sample(range(len(expected) - 3), 3)}:
         resumed = make(**settings)
         resumed.load_state_dict(states[at])
         assert resumed.state_dict() == states[at]
-        assert same(batches(resumed, 3), expected[at : at + 3])
-        assert resumed.state_dict() == states[at + 3]
+        num = min(3, len(expected) - at)
+        assert same(batches(resumed, num), expected[at : at + num])
+        assert resumed.state_dict() == states[at + num]
         resumed.close()
+
+
+def test_the_saved_place_is_small(make):
+    loader = make()
+    epochs_of(loader, 2)
+    # Keys of three numbers, a buffer's worth at most.
+    assert len(json.dumps(loader.state_dict())) < 1000
 
 
 def test_state_does_not_run_ahead(make):
@@ -567,53 +534,41 @@ def test_a_dropped_loader_takes_its_thread_along(corpus, tokenizer):
 
 
 def test_rows_may_change_on_resume(make):
-    expected = batches(make(rows=2), 6)
-    loader = make(rows=2)
-    next(loader)
-    resumed = make(rows=4)
-    resumed.load_state_dict(loader.state_dict())
-    inputs, targets = next(resumed)
-    assert torch.equal(inputs, torch.cat([expected[1][0], expected[2][0]]))
-    assert torch.equal(targets, torch.cat([expected[1][1], expected[2][1]]))
+    """In the middle of an epoch, and across its end."""
+    unbroken, rows = make(rows=1), []
+    while unbroken.epoch < 2:
+        rows.append(torch.stack(next(unbroken)))
+    for num in (2, 3):
+        loader = make(rows=2)
+        first = torch.cat(batches(loader, num), dim=1)
+        resumed = make(rows=5)
+        resumed.load_state_dict(loader.state_dict())
+        rest = batches(resumed, (len(rows) - 2 * num) // 5)
+        found = torch.cat([first, *rest], dim=1)
+        assert torch.equal(found, torch.cat(rows, dim=1)[:, : found.shape[1]])
+        assert resumed.epoch >= 1
 
 
-@pytest.mark.parametrize("world", [2, 3, 30], ids="world={}".format)
-def test_ranks_are_disjoint_and_complete(make, corpus, tokenizer, world):
-    """With fewer ranks than row groups, and with more."""
-    readers = [Reader(corpus, tokenizer, "train", rank=rank, world=world) for rank in range(world)]
-    shares = [texts_in(tokenizer, reader, 0) for reader in readers]
-    assert Counter(itertools.chain(*shares)) == Counter(corpus.texts("train"))
-    assert all(shares)
-    if world < 30:
-        assert max(map(len, shares)) < 3 * min(map(len, shares))
-    # Always, not only within an epoch: one rank may be an epoch ahead.
-    for share, reader in zip(shares, readers, strict=True):
-        assert sorted(texts_in(tokenizer, reader, 7)) == sorted(share)
-    for rank in (0, world - 1):
-        whole = set(documents_in(tokenizer, itertools.islice(make(rank=rank, world=world, context=90), 20)))
-        assert whole & set(shares[rank])
-        assert not whole & (set(corpus.texts("train")) - set(shares[rank]))
-
-
-def test_a_document_that_went_away_is_noticed(corpus, tokenizer):
-    reader = Reader(corpus, tokenizer, "train")
-    with pytest.raises(ValueError, match=r"no document \[0, 999, 0\] any more; the corpus has changed"):
-        reader.recall([[0, 0, 0], [0, 999, 0]])
+def test_a_piece_that_went_away_is_noticed(corpus, tokenizer):
+    for options in ({}, {"in_memory_bytes": 0}):
+        reader = Reader(corpus, tokenizer, "train", **options)
+        with pytest.raises(ValueError, match=r"no piece \[0, 999, 0\] any more; the corpus has changed"):
+            reader.recall([[0, 0, 0], [0, 999, 0]])
 
 
 def test_a_rank_without_documents_says_so(make):
-    loader = make(rank=399, world=400)
-    with pytest.raises(ValueError, match="no train documents for rank 399 of 400; use fewer processes"):
+    loader = make(rank=3999, world=4000)
+    with pytest.raises(ValueError, match="no train documents for rank 3999 of 4000; use fewer processes"):
         next(loader)
 
 
-def test_errors_in_the_thread_reach_the_consumer(tmp_path, tokenizer):
+def test_errors_in_the_thread_reach_the_consumer(tmp_path, tokenizer, way):
     path = write_jsonl(tmp_path / "a.jsonl", texts_of(60))
     corpus = open_corpus(path)
     with open(path, "r+b") as file:
         file.seek(5000)
         file.write(b"\xff\n")
-    with Loader(corpus, tokenizer, split="train", rows=4, context=32) as loader:
+    with Loader(corpus, tokenizer, split="train", rows=4, context=32, **way) as loader:
         for _ in range(2):
             with pytest.raises(ValueError, match=r"a.jsonl: the line at byte \d+"):
                 batches(loader, 200)
@@ -626,7 +581,7 @@ def test_a_file_that_shrinks_is_noticed(tmp_path):
         list(corpus.texts())
 
 
-def test_resuming_in_other_data_is_refused(make, corpus, tokenizer, tmp_path):
+def test_resuming_in_other_data_is_refused(make, corpus, tokenizer, tmp_path, way):
     loader = make()
     next(loader)
     state = loader.state_dict()
@@ -634,15 +589,19 @@ def test_resuming_in_other_data_is_refused(make, corpus, tokenizer, tmp_path):
         name = next(iter(change))
         with pytest.raises(ValueError, match=rf"not be exact: {name} was .*, is {change[name]!r}"):
             make(**change).load_state_dict(state)
-    settings = {"split": "train", "rows": 4, "context": 32}
+    settings = {"split": "train", "rows": 4, "context": 32, **way}
     with pytest.raises(ValueError, match="exact: tokenizer was"):
         Loader(corpus, Tokenizer.train(texts_of(5), 300), **settings).load_state_dict(state)
     other = open_corpus(write_jsonl(tmp_path / "other.jsonl", texts_of(50)))
     with pytest.raises(ValueError, match="exact: corpus was"):
         Loader(other, tokenizer, **settings).load_state_dict(state)
-    for bad in ({}, [], {"cursor": [0, 0, 0, 0]}):
-        with pytest.raises(ValueError, match="not the state of a loader"):
+    with pytest.raises(ValueError, match=r"exact: order was '.*', is 'windows of 0.002 MB'"):
+        make(in_memory_mb=0, shuffle_mb=0.002).load_state_dict(state)
+    for bad in ({}, [], {"place": {"epoch": 0}}, {**state, "made_for": 3}):
+        with pytest.raises(ValueError, match="not the state of a loader; expected made_for, and a place of carried"):
             loader.load_state_dict(bad)
+    with pytest.raises(ValueError, match=r"earlier version, .* Start the run again in a new folder"):
+        loader.load_state_dict({"made_for": state["made_for"], "cursor": [0, 1, 2, 0], "buffer": []})
     # A refused state changes nothing.
     assert loader.state_dict() == state
 

@@ -52,7 +52,7 @@ def bpb(
         if context > opened.limit:
             raise ValueError(f"--context is {context}; this model reads {opened.limit} tokens at most")
         texts = open_corpus(corpus, val_fraction=val_fraction)
-        fixed = validation_batches(texts, tokenizer, rows, context, batches)
+        fixed = validation_batches(texts, tokenizer, rows, context, batches, is_shown=world.is_first)
         _, autocast = precision("auto", world.device)
         with Bar("evaluating", -(-len(fixed) // world.size), is_shown=world.is_first) as bar:
             options: dict[str, Any] = {"world": world, "autocast": autocast, "progress": bar.update}

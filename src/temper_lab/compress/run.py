@@ -89,9 +89,14 @@ def _bpb(subject: Subject, text: Text, batches: list[Batch], world: Any, what: s
 def _calibrate(subject: Subject, text: Text, settings: Settings, device: torch.device) -> Mapping[str, Moment] | None:
     if settings.calibrate is None:
         return None
-    with moments(subject.network) as seen, Bar("calibrating", settings.calibrate_tokens) as bar:
+    num_batches = -(-settings.calibrate_tokens // (text.rows * text.context))
+    with (
+        moments(subject.network) as seen,
+        text.training(subject) as batches,
+        Bar("calibrating", settings.calibrate_tokens) as bar,
+    ):
         done = 0
-        for ids in text.calibration(subject, settings.calibrate_tokens):
+        for ids, _ in islice(batches, num_batches):
             subject.read(ids.to(device))
             done += ids.numel()
             bar.update(done)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 from torch import Tensor
 
@@ -40,14 +39,11 @@ class Text:
         """Endless batches of training text, the same for the same seed."""
         assert self.train is not None
         options = {"split": "train", "rows": self.rows, "context": self.context, "seed": self.seed}
+        # Little text is read, so a large corpus is not tokenized as a whole.
+        options |= {"in_memory_mb": 32, "shuffle_mb": 32}
         with Loader(self.train, subject.tokenizer, **options) as loader:
+            loader.prepare()
             yield loader
-
-    def calibration(self, subject: Subject, tokens: int) -> Iterator[Tensor]:
-        """The ids of at least so many tokens of training text."""
-        with self.training(subject) as batches:
-            for ids, _ in islice(batches, -(-tokens // (self.rows * self.context))):
-                yield ids
 
     def validation(self, subject: Subject) -> list[Batch]:
         if self.val is None:

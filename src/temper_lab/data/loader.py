@@ -116,18 +116,8 @@ class Loader:
         """Reads what the next batch needs; the first batch does the same, without a progress bar."""
         if self._stream is not None:
             return
-        stream, start = Stream(self._reader, self.context + 1, self._place), time.monotonic()
-        with ExitStack() as stack:
-            bar: Bar | None = None
-
-            def tell(done: float, total: float) -> None:
-                nonlocal bar
-                if bar is None and time.monotonic() - start > PATIENCE:
-                    bar = stack.enter_context(Bar("tokenizing", total, is_shown=is_shown))
-                if bar is not None:
-                    bar.update(done, f"{size(done)} of {size(total)}")
-
-            stream.prepare(tell)
+        stream = Stream(self._reader, self.context + 1, self._place)
+        _prepare(stream, is_shown)
         self._stream = stream
 
     @property
@@ -143,13 +133,15 @@ class Loader:
         """Continues from a saved place; a ValueError if that place is in other data."""
         if isinstance(state, dict) and "cursor" in state:
             raise ValueError(
-                "the place in the data was saved by an earlier version, which read the text in another order; it cannot "
-                "be continued exactly. Start the run again in a new folder, or finish it with the version that began it"
+                "its place in the data was saved by an earlier version, which read the text in another order, so it "
+                "cannot be continued exactly. Start the run again in a new folder, or finish it with that version"
             )
         fields = {field.name for field in dataclasses.fields(Place)}
         place = state.get("place") if isinstance(state, dict) else None
         if not isinstance(place, dict) or place.keys() != fields or not isinstance(state.get("made_for"), dict):
-            raise ValueError(f"not the state of a loader; expected made_for, and place with {', '.join(sorted(fields))}")
+            raise ValueError(
+                f"not the state of a loader; expected made_for, and a place of {', '.join(sorted(fields))}"
+            )
         saved = state["made_for"]
         changed = [
             f"{key} was {saved.get(key)!r}, is {value!r}"
@@ -177,18 +169,45 @@ class Loader:
 
 
 def validation_batches(
-    corpus: Corpus, tokenizer: Tokenizer, rows: int, context: int, num_batches: int, *, cut_long: bool = True
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    rows: int,
+    context: int,
+    num_batches: int,
+    *,
+    cut_long: bool = True,
+    is_shown: bool = True,
 ) -> list[Batch]:
     """Fixed batches of the validation split, the same every time, drawn from all of it.
 
     No text comes twice, so there may be fewer than `num_batches`; only a split too small for one batch repeats itself.
+
+    Args:
+        is_shown: only one of many processes shows a progress bar.
     """
     options = {"in_memory_bytes": VALIDATION_BYTES, "shuffle_bytes": VALIDATION_BYTES}
     reader = Reader(corpus, tokenizer, "val", max_ids=context + 1 if cut_long else None, **options)
     stream, taken = Stream(reader, context + 1), []
+    _prepare(stream, is_shown)
     while len(taken) < rows * num_batches and (stream.place.epoch == 0 or len(taken) < rows):
         taken.append(next(stream))
     return [_tensors(taken[start : start + rows]) for start in range(0, len(taken) - rows + 1, rows)]
+
+
+def _prepare(stream: Stream, is_shown: bool) -> None:
+    """Reads what the next row needs, with a progress bar if that takes long."""
+    start = time.monotonic()
+    with ExitStack() as stack:
+        bar: Bar | None = None
+
+        def tell(done: float, total: float) -> None:
+            nonlocal bar
+            if bar is None and time.monotonic() - start > PATIENCE:
+                bar = stack.enter_context(Bar("tokenizing", total, is_shown=is_shown))
+            if bar is not None:
+                bar.update(done, f"{size(done)} of {size(total)}")
+
+        stream.prepare(tell)
 
 
 def _batches(stream: Stream, rows: int) -> Iterator[tuple[Batch, Place]]:

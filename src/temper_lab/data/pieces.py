@@ -118,5 +118,3 @@ def permutation(num: int, *seed: object) -> Ints:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(first)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(second)
     return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
-
-

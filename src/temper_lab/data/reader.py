@@ -90,7 +90,7 @@ class Reader:
         """Windows in an epoch."""
         if self.is_in_memory:
             return 1
-        return max(1, round(sum(piece.num_bytes for piece in self._slices) / self.shuffle_bytes))
+        return max(1, -int(-sum(entry.num_bytes for entry in self._slices) // self.shuffle_bytes))
 
     def window(self, epoch: int, number: int) -> list[Slice]:
         """The slices of one window."""
