@@ -14,7 +14,7 @@ from temper_lab import recipe as recipes
 from temper_lab.cli.tables import registry
 from temper_lab.cli.train import value_of
 from temper_lab.compare.session import Session
-from temper_lab.compare.study import MACHINE, Study, override, read_grid
+from temper_lab.compare.study import MACHINE, Study, claims_of, override, read_grid
 from temper_lab.recipe import Recipe
 
 HELP = """Train routing methods side by side: the same data, steps, seeds and first weights of the backbone.
@@ -98,9 +98,11 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         is_continued = recipe is None and stored is not None
         title = Path(recipe or "recipe").stem
         grid = stored.grid if is_continued else read_grid(section, settings, recipe or title)
+        # Options may narrow the grid; the recipe's claims are about its own.
+        claims = claims_of(section, grid, settings, recipe or title)
         grid = override(grid, methods, streams, seeds)
         text = shlex.join(["temper", "compare", *_lasting(words)])
-        asked = Study(title, settings, grid, (text,))
+        asked = Study(title, settings, grid, (text,), claims)
         study = asked if stored is None else _more(stored, asked, folder)
         session = _session(settings.train.threads, jobs, launch, cost, core, max_per_task)
         return compare(study, out, session, dry_run=dry_run)
@@ -127,7 +129,10 @@ def _more(stored: Study, asked: Study, folder: str | None) -> Study:
     """The study that is there, with what is new in this one."""
     if changes := stored.recipe.changes(asked.recipe, MACHINE):
         raise ValueError(f"{folder} is a study of another recipe: {'; '.join(changes)}. Another --out starts anew")
-    return stored.extended(asked.grid, asked.commands[0])
+    try:
+        return stored.extended(asked.grid, asked.commands[0], asked.claims)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def _check_fixed(base: Recipe, settings: Recipe) -> None:

@@ -17,7 +17,7 @@ def report(
     out: Path | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Make the page of a study: tables, curves, parameters, cost and significance, from its results.json alone.
+    """Make the page of a study: tables, curves, claims, parameters, cost and significance, from its results.json alone.
 
         temper report runs/demo
         temper report runs/demo/results.json --out reports/demo
@@ -42,10 +42,11 @@ def report(
         return
     from temper_lab.progress import console
     from temper_lab.report.formats import as_rich
+    from temper_lab.report.outcomes import claim_lines
     from temper_lab.report.tables import SCALE
 
     console(240).print(as_rich(done.content.tables["main"]))
-    for line in (*done.content.lines, SCALE):
+    for line in (*done.content.lines, SCALE, *claim_lines(done.content.claims)):
         print(line)
     print(f"page: {done.page}")
     print(

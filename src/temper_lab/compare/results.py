@@ -36,6 +36,7 @@ def gather(study: Study, folder: Path, entries: Iterable[Entry], vocab_size: int
         "methods": [*map(str, study.methods)],
         "streams": study.streams,
         "seeds": study.seeds,
+        "claims": [claim.to_dict() for claim in study.claims],
         "runs": [_run(study, folder, entry, vocab_size) for entry in entries],
         "cost": cost,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from temper.registry import unknown
 from temper_lab.checkpoint.files import dumps, read_json, write_whole
 from temper_lab.compare.method import Method, parse_all
 from temper_lab.recipe import Recipe
+from temper_lab.report.claims import STREAMS, Claim, Record, joined, read_claims
 from temper_lab.run import RunFolder
 
 FORMAT = "temper-study-1"
@@ -70,8 +72,8 @@ def read_grid(values: Mapping[str, Any], recipe: Recipe, source: str) -> Grid:
     otherwise = Block(parse_all(METHODS), (streams if streams > 1 else 4,), (recipe.train.seed,))
     try:
         for key in values:
-            if key not in (*AXES, "grid"):
-                raise unknown("option of [compare]", key, (*AXES, "grid"))
+            if key not in (*AXES, "grid", "claims"):
+                raise unknown("option of [compare]", key, (*AXES, "grid", "claims"))
         blocks = values.get("grid", [{}])
         if not isinstance(blocks, list) or not blocks or not all(isinstance(block, Mapping) for block in blocks):
             raise ValueError(f"grid is {blocks!r}; expected a list of tables with {', '.join(AXES)}")
@@ -81,6 +83,42 @@ def read_grid(values: Mapping[str, Any], recipe: Recipe, source: str) -> Grid:
         return tuple(Block.from_dict(block, shared) for block in blocks)
     except ValueError as error:
         raise ValueError(f"{source}: [compare] {error}") from error
+
+
+def claims_of(values: Mapping[str, Any], grid: Grid, recipe: Recipe, source: str) -> tuple[Claim, ...]:
+    """The claims of a section [compare], about runs that its grid has."""
+    try:
+        claims = read_claims(values.get("claims", []))
+        if known := [claim.name for claim in claims if claim.record]:
+            raise ValueError(f"claim {known[0]} has a record; expected none in a recipe: the study keeps it")
+        return tuple(_checked(claim, grid, recipe) for claim in claims)
+    except ValueError as error:
+        raise ValueError(f"{source}: [compare] {error}") from error
+
+
+def _checked(claim: Claim, grid: Grid, recipe: Recipe) -> Claim:
+    """With its methods in their one spelling."""
+    try:
+        methods = {text: Method.parse(text) for text in claim.compared}
+        for text, method in methods.items():
+            known = {n for block in grid if method in block.methods for n in block.streams}
+            if not known:
+                names = dict.fromkeys(str(one) for block in grid for one in block.methods)
+                raise ValueError(f"the grid has no {text}; expected some of {', '.join(names)}")
+            # Residual has one stream and is compared at every N.
+            wrong = [n for n in claim.streams if n not in known and method.preset != "residual"]
+            if wrong:
+                numbers = ", ".join(map(str, sorted(known)))
+                raise ValueError(f"the grid has no {text} at N = {wrong[0]}; expected some of {numbers}")
+        fields = {f"{section}.{key}" for section, part in recipe.to_dict().items() for key in part}
+        if claim.along not in ("", STREAMS, *fields):
+            raise unknown("axis", claim.along, {STREAMS, *fields})
+    except ValueError as error:
+        raise ValueError(f"claim {claim.name}: {error}") from error
+    spelled = {"methods": [str(methods[text]) for text in claim.methods]}
+    if claim.against:
+        spelled["against"] = str(methods[claim.against])
+    return Claim.from_dict({**claim.to_dict(), **spelled})
 
 
 @dataclass(frozen=True)
@@ -113,12 +151,14 @@ class Study:
         name: the recipe's.
         recipe: what all runs share; preset, streams, router and seed are each run's own.
         commands: what made this study, and what added to it.
+        claims: what it is to show.
     """
 
     name: str
     recipe: Recipe
     grid: Grid
     commands: tuple[str, ...] = ()
+    claims: tuple[Claim, ...] = ()
 
     def __post_init__(self) -> None:
         if self.recipe.model.router:
@@ -181,12 +221,21 @@ class Study:
         count, sites = temper.count_parameters(config), 2 * self.recipe.model.num_layers
         return f"{reason} Here it would take {count:,} parameters per site, {sites * count:,} in {sites} sites."
 
-    def extended(self, grid: Grid, command: str) -> Study:
-        """With the runs of another grid too; the same study if it has them all."""
-        larger = replace(self, grid=(*self.grid, *grid))
-        if set(larger.cells) == set(self.cells):
+    def extended(self, grid: Grid, command: str, claims: Sequence[Claim] = ()) -> Study:
+        """With the runs of another grid and more claims; the same study if it has them all."""
+        larger = replace(self, grid=(*self.grid, *grid), claims=joined(self.claims, claims))
+        if set(larger.cells) == set(self.cells) and larger.claims == self.claims:
             return self
         return replace(larger, commands=(*self.commands, command))
+
+    def recorded(self, folder: Path) -> Study:
+        """With the date of claims that are new, and how many runs were there before them."""
+        if all(claim.record for claim in self.claims):
+            return self
+        runs = [run for cell in self.cells if (run := run_folder(folder, cell)).is_run]
+        finished = sum(run.read().get("status") == "finished" for run in runs)
+        record = Record(datetime.now(UTC).date().isoformat(), len(runs), finished)
+        return replace(self, claims=tuple(replace(claim, record=claim.record or record) for claim in self.claims))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -194,6 +243,7 @@ class Study:
             "name": self.name,
             "commands": [*self.commands],
             "grid": [block.to_dict() for block in self.grid],
+            "claims": [claim.to_dict() for claim in self.claims],
             "recipe": self.recipe.to_dict(),
         }
 
@@ -212,7 +262,9 @@ class Study:
         try:
             recipe = Recipe.from_dict(content["recipe"], str(path))
             grid = read_grid({"grid": content["grid"]}, recipe, str(path))
-            return cls(content["name"], recipe, grid, tuple(content["commands"]))
+            # Studies of earlier versions have no claims.
+            claims = read_claims(content.get("claims", []))
+            return cls(content["name"], recipe, grid, tuple(content["commands"]), claims)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is not complete: {error!r}") from error
 

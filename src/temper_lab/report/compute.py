@@ -8,8 +8,10 @@ from typing import Any
 
 from temper_lab.report import figures, sweeps, tables
 from temper_lab.report.charts import Chart
+from temper_lab.report.claims import Outcome
 from temper_lab.report.comparisons import Comparison, baselines, compare
 from temper_lab.report.formats import Table
+from temper_lab.report.outcomes import claim_lines, claims_chart, claims_table, outcomes, tests_table
 from temper_lab.report.results import Study
 from temper_lab.report.statements import statements
 
@@ -23,6 +25,7 @@ class Content:
     tables: dict[str, Table]
     charts: dict[str, Chart]
     statements: dict[int, list[str]]
+    claims: tuple[Outcome, ...] = ()
 
     @property
     def lines(self) -> list[str]:
@@ -33,7 +36,8 @@ class Content:
     def to_dict(self) -> dict[str, Any]:
         """What `temper report --json` prints."""
         rows = {name: [dict(row) for row in table.rows] for name, table in self.tables.items()}
-        return {"study": self.study.name, "statements": self.lines, "tables": rows}
+        found = {"study": self.study.name, "statements": self.lines, "tables": rows}
+        return found | ({"claims": claim_lines(self.claims)} if self.claims else {})
 
 
 def compute(results: Mapping[str, Any]) -> Content:
@@ -43,6 +47,9 @@ def compute(results: Mapping[str, Any]) -> Content:
     compared = {against: compare(study, against) for against in baselines(study)}
     comparisons = [one for rows in compared.values() for one in rows]
     all_tables = [main, tables.significance_table(comparisons), cost, tables.core_table(study)]
+    claims = outcomes(study)
+    if claims:
+        all_tables += [claims_table(claims), tests_table(claims)]
     all_tables += [tables.curves_table(study), tables.runs_table(study)]
     charts = [
         figures.curves(study),
@@ -54,6 +61,7 @@ def compute(results: Mapping[str, Any]) -> Content:
         *sweeps.sweep_charts(study, main),
         figures.cost(study, cost),
         *(figures.forest(study, rows) for rows in compared.values()),
+        claims_chart(claims),
     ]
     return Content(
         study,
@@ -61,4 +69,5 @@ def compute(results: Mapping[str, Any]) -> Content:
         {table.name: table for table in all_tables if table is not None},
         {chart.name: chart for chart in charts if chart is not None},
         statements(study, main, comparisons),
+        tuple(claims),
     )

@@ -15,7 +15,7 @@ from temper_lab.report.formats import as_csv, as_latex
 from temper_lab.report.page import Tab, page
 
 # Charts that not every study has: those of an earlier report are removed.
-SOMETIMES = ("curves", "gaps", "loss", "pareto-*", "parameters", "sweep-*", "cost", "forest-*")
+SOMETIMES = ("curves", "gaps", "loss", "pareto-*", "parameters", "sweep-*", "cost", "forest-*", "claims")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def write_report(results: Mapping[str, Any], out: Path, extra_tabs: Sequence[Tab
         raise ValueError(f"{out} is a file; expected a folder for the report")
     html = page(
         f"{content.study.name}: hyper-connections compared",
-        [*(tab(content) for tab in tabs.TABS), *extra_tabs, tabs.about(content)],
+        [*(tab for make in tabs.TABS if (tab := make(content)) is not None), *extra_tabs, tabs.about(content)],
     )
     for name in ("figures", "tables"):
         (out / name).mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,9 @@ def _tables(content: Content, folder: Path) -> list[Path]:
             path = folder / f"{table.name}{suffix}"
             write_whole(path, text)
             written.append(path)
-    for path in (folder / f"{name}{suffix}" for name in ("cost", "core") for suffix in (".csv", ".tex")):
+    for path in (
+        folder / f"{name}{suffix}" for name in ("cost", "core", "claims", "claim-tests") for suffix in (".csv", ".tex")
+    ):
         if path not in written:
             path.unlink(missing_ok=True)
     return written
