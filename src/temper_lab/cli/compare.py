@@ -13,8 +13,9 @@ import tyro
 from temper_lab import recipe as recipes
 from temper_lab.cli.tables import registry
 from temper_lab.cli.train import value_of
+from temper_lab.compare.claims import claims_of
 from temper_lab.compare.session import Session
-from temper_lab.compare.study import MACHINE, Study, claims_of, override, read_grid
+from temper_lab.compare.study import MACHINE, Study, override, read_grid
 from temper_lab.recipe import Recipe
 
 HELP = """Train routing methods side by side: the same data, steps, seeds and first weights of the backbone.
@@ -99,7 +100,7 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         title = Path(recipe or "recipe").stem
         grid = stored.grid if is_continued else read_grid(section, settings, recipe or title)
         # Options may narrow the grid; the recipe's claims are about its own.
-        claims = claims_of(section, grid, settings, recipe or title)
+        claims = claims_of(section, Study(title, settings, grid), recipe or title)
         grid = override(grid, methods, streams, seeds)
         text = shlex.join(["temper", "compare", *_lasting(words)])
         asked = Study(title, settings, grid, (text,), claims)

@@ -59,6 +59,8 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
     for note in notes:
         print(note)
     print(f"{train.steps:,} steps x {train.batch_tokens:,} tokens each; corpus {study.recipe.data.corpus}")
+    if study.claims:
+        print(f"{len(study.claims)} claims to test: {', '.join(claim.name for claim in study.claims)}")
     each = f" of {threads} thread{'s' if threads > 1 else ''}" if threads else ""
     print(
         f"{len(runs)} runs to train, {jobs} at a time{each}: about {duration(total)} on this machine (from its matmul "

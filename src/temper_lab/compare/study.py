@@ -15,7 +15,7 @@ from temper.registry import unknown
 from temper_lab.checkpoint.files import dumps, read_json, write_whole
 from temper_lab.compare.method import Method, parse_all
 from temper_lab.recipe import Recipe
-from temper_lab.report.claims import STREAMS, Claim, Record, joined, read_claims
+from temper_lab.report.claims import Claim, Record, joined, read_claims
 from temper_lab.run import RunFolder
 
 FORMAT = "temper-study-1"
@@ -83,42 +83,6 @@ def read_grid(values: Mapping[str, Any], recipe: Recipe, source: str) -> Grid:
         return tuple(Block.from_dict(block, shared) for block in blocks)
     except ValueError as error:
         raise ValueError(f"{source}: [compare] {error}") from error
-
-
-def claims_of(values: Mapping[str, Any], grid: Grid, recipe: Recipe, source: str) -> tuple[Claim, ...]:
-    """The claims of a section [compare], about runs that its grid has."""
-    try:
-        claims = read_claims(values.get("claims", []))
-        if known := [claim.name for claim in claims if claim.record]:
-            raise ValueError(f"claim {known[0]} has a record; expected none in a recipe: the study keeps it")
-        return tuple(_checked(claim, grid, recipe) for claim in claims)
-    except ValueError as error:
-        raise ValueError(f"{source}: [compare] {error}") from error
-
-
-def _checked(claim: Claim, grid: Grid, recipe: Recipe) -> Claim:
-    """With its methods in their one spelling."""
-    try:
-        methods = {text: Method.parse(text) for text in claim.compared}
-        for text, method in methods.items():
-            known = {n for block in grid if method in block.methods for n in block.streams}
-            if not known:
-                names = dict.fromkeys(str(one) for block in grid for one in block.methods)
-                raise ValueError(f"the grid has no {text}; expected some of {', '.join(names)}")
-            # Residual has one stream and is compared at every N.
-            wrong = [n for n in claim.streams if n not in known and method.preset != "residual"]
-            if wrong:
-                numbers = ", ".join(map(str, sorted(known)))
-                raise ValueError(f"the grid has no {text} at N = {wrong[0]}; expected some of {numbers}")
-        fields = {f"{section}.{key}" for section, part in recipe.to_dict().items() for key in part}
-        if claim.along not in ("", STREAMS, *fields):
-            raise unknown("axis", claim.along, {STREAMS, *fields})
-    except ValueError as error:
-        raise ValueError(f"claim {claim.name}: {error}") from error
-    spelled = {"methods": [str(methods[text]) for text in claim.methods]}
-    if claim.against:
-        spelled["against"] = str(methods[claim.against])
-    return Claim.from_dict({**claim.to_dict(), **spelled})
 
 
 @dataclass(frozen=True)

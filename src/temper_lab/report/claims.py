@@ -17,6 +17,8 @@ ALPHA = 0.05
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 # The number of streams as an axis; any other axis is a field of the recipe, such as model.depth.
 STREAMS = "streams"
+# What residual networks do not depend on: their runs are the same whatever it is.
+ROUTING = ("optim.routing_lr",)
 COMMON = ("name", "text", "kind", "methods", "streams")
 
 # The final bpb by seed of a method at N, with these fields of the recipe changed.
@@ -44,6 +46,14 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         return {"added": self.added, "runs_started": self.runs_started, "runs_finished": self.runs_finished}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Record:
+        found = values if isinstance(values, Mapping) else {}
+        counts = [found.get(name) for name in ("runs_started", "runs_finished")]
+        if not isinstance(found.get("added"), str) or not all(map(_is_whole, counts)):
+            raise ValueError(f"record is {values!r}; expected added, runs_started and runs_finished")
+        return cls(found["added"], *counts)
 
 
 @dataclass(frozen=True)
@@ -74,11 +84,6 @@ class Claim:
     @property
     def rule(self) -> type[Kind]:
         return Kind.named(self.kind)
-
-    @property
-    def compared(self) -> tuple[str, ...]:
-        """Every method whose runs are needed."""
-        return (*self.methods, *([self.against] if self.against else []))
 
     def to_dict(self) -> dict[str, Any]:
         """As a recipe has it, and when it was added."""
@@ -122,7 +127,7 @@ class Claim:
             values=_list(values, "values", lambda value: _is_number(value) and value > 0, "numbers > 0")
             if "values" in values
             else (),
-            record=Record(**values["record"]) if "record" in values else None,
+            record=Record.from_dict(values["record"]) if "record" in values else None,
         )
         if claim.against in claim.methods:
             raise ValueError(f"{claim.against} is compared with itself; expected other methods")
@@ -229,7 +234,7 @@ class Better(Kind, name="better"):
 
     @staticmethod
     def region(limit: float) -> tuple[float, float]:
-        return -math.inf, -limit
+        return -math.inf, 0.0 - limit
 
 
 class Worse(Better, name="worse"):
@@ -291,7 +296,7 @@ class Shrinks(Grows, name="shrinks"):
 
     @staticmethod
     def region(limit: float) -> tuple[float, float]:
-        return -math.inf, -limit
+        return -math.inf, 0.0 - limit
 
 
 @dataclass(frozen=True)

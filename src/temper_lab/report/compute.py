@@ -10,8 +10,9 @@ from temper_lab.report import figures, sweeps, tables
 from temper_lab.report.charts import Chart
 from temper_lab.report.claims import Outcome
 from temper_lab.report.comparisons import Comparison, baselines, compare
+from temper_lab.report.core import core_lines, core_table
 from temper_lab.report.formats import Table
-from temper_lab.report.outcomes import claim_lines, claims_chart, claims_table, outcomes, tests_table
+from temper_lab.report.outcomes import claim_lines, claims_charts, claims_table, outcomes, tests_table
 from temper_lab.report.results import Study
 from temper_lab.report.statements import statements
 
@@ -43,10 +44,10 @@ class Content:
 def compute(results: Mapping[str, Any]) -> Content:
     """Raises ValueError if this is not the content of a results.json; writes nothing."""
     study = Study.of(results)
-    main, cost = tables.main_table(study), tables.cost_table(study)
+    main, cost, core = tables.main_table(study), tables.cost_table(study), core_table(study)
     compared = {against: compare(study, against) for against in baselines(study)}
     comparisons = [one for rows in compared.values() for one in rows]
-    all_tables = [main, tables.significance_table(comparisons), cost, tables.core_table(study)]
+    all_tables = [main, tables.significance_table(comparisons), cost, core]
     claims = outcomes(study)
     if claims:
         all_tables += [claims_table(claims), tests_table(claims)]
@@ -61,13 +62,16 @@ def compute(results: Mapping[str, Any]) -> Content:
         *sweeps.sweep_charts(study, main),
         figures.cost(study, cost),
         *(figures.forest(study, rows) for rows in compared.values()),
-        claims_chart(claims),
+        *claims_charts(claims),
     ]
+    said = statements(study, main, comparisons)
+    for n, line in core_lines(core).items():
+        said.setdefault(n, []).append(line)
     return Content(
         study,
         tuple(comparisons),
         {table.name: table for table in all_tables if table is not None},
         {chart.name: chart for chart in charts if chart is not None},
-        statements(study, main, comparisons),
+        said,
         tuple(claims),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from temper_lab.report.charts import Axis, Chart, Mark, Panel, Rule
-from temper_lab.report.claims import OPEN, REFUTED, SHOWN, STREAMS, Finding, Outcome, judge, read_claims
+from temper_lab.report.claims import OPEN, REFUTED, ROUTING, SHOWN, STREAMS, Finding, Outcome, judge, read_claims
 from temper_lab.report.formats import DASH, Column, Row, Table, decimal
 from temper_lab.report.results import Study
 from temper_lab.report.statistics import CONFIDENCE
@@ -28,21 +28,20 @@ def outcomes(study: Study) -> list[Outcome]:
     base = _flat(study.raw.get("recipe"))
     varied = {entry["key"]: entry.get("vary") or {} for entry in study.raw["runs"]}
 
-    def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Without what is as in the recipe that all runs share."""
-        return {field: value for field, value in settings.items() if base.get(field) != value}
+    def differing(settings: Mapping[str, Any], *, is_residual: bool) -> dict[str, Any]:
+        """What is not as in the recipe that all runs share, of what a run depends on."""
+        ignored = ROUTING if is_residual else ()
+        return {name: value for name, value in settings.items() if base.get(name) != value and name not in ignored}
 
     def bpb(method: str, streams: int, settings: Mapping[str, Any]) -> dict[int, float]:
-        wanted = changed(settings)
-        return {
-            run.seed: run.bpb
-            for run in study.runs
-            if method in (run.method, run.label)
-            and (run.is_residual or run.streams == streams)
-            and run.is_finished
-            and run.bpb is not None
-            and changed(varied[run.key]) == wanted
-        }
+        found = {}
+        for run in study.runs:
+            is_asked = method in (run.method, run.label) and (run.streams == streams or run.is_residual)
+            if is_asked and run.is_finished and run.bpb is not None:
+                here, wanted = (differing(one, is_residual=run.is_residual) for one in (varied[run.key], settings))
+                if here == wanted:
+                    found[run.seed] = run.bpb
+        return found
 
     return judge(claims, bpb)
 
@@ -64,8 +63,8 @@ def claims_table(found: Sequence[Outcome]) -> Table:
     ]
     columns = (
         Column("claim", lambda row: row["claim"], "claim", is_text=True),
-        Column("what is claimed", lambda row: row["text"], "text", is_text=True),
         Column("verdict", lambda row: row["verdict"], "verdict", lambda row: row["verdict"] != OPEN, True),
+        Column("what is claimed", lambda row: row["text"], "text", is_text=True),
         Column("tests", _tests, "tests_shown", is_text=True),
         Column("p", lambda row: decimal(row["p"]), "p"),
         Column("p, corrected", lambda row: decimal(row["p_holm"]), "p_holm"),
@@ -103,23 +102,27 @@ def tests_table(found: Sequence[Outcome]) -> Table:
     return Table("claim-tests", "Tests of the claims", tuple(rows), columns, note, "claim")
 
 
-def claims_chart(found: Sequence[Outcome]) -> Chart | None:
-    """Every test with its interval, above what the claim allows."""
-    panels = []
-    for is_trend, title, label in (
-        (False, "Differences", "bpb of the method minus bpb of the other"),
-        (True, "Trends", "gain in bpb per doubling"),
+def claims_charts(found: Sequence[Outcome]) -> list[Chart]:
+    """Every test with its interval, above what the claim allows: differences, and trends, which have another unit."""
+    caption = (
+        "{} Intervals as in the table; faint: each seed. The shaded part of a row is where the claim is true: it is "
+        "shown if the interval lies inside (circle), refuted if it lies outside (cross), open otherwise (diamond)."
+    )
+    charts = []
+    for is_trend, name, title, label, words in (
+        (False, "claims", "Claims about differences", "difference in bpb", "bpb of the first minus bpb of the second."),
+        (
+            True,
+            "claims-trends",
+            "Claims about trends",
+            "gain in bpb per doubling",
+            "Gain of the first over the second.",
+        ),
     ):
         here = [one for one in found if one.claim.rule.is_trend == is_trend]
         if any(finding.estimate is not None for one in here for finding in one.findings):
-            panels.append(_panel(here, title, label))
-    if not panels:
-        return None
-    caption = (
-        "Intervals as in the table; faint: each seed. The shaded part of a row is where the claim is true: it is shown "
-        "if the interval lies inside (circle), refuted if it lies outside (cross), open otherwise (diamond)."
-    )
-    return Chart("claims", "Claims", tuple(panels), caption)
+            charts.append(Chart(name, title, (_panel(here, label),), caption.format(words)))
+    return charts
 
 
 def claim_lines(found: Sequence[Outcome]) -> list[str]:
@@ -210,7 +213,7 @@ def _region(row: Row) -> str:
     return f"{low:+g} .. {high:+g}"
 
 
-def _panel(found: Sequence[Outcome], title: str, label: str) -> Panel:
+def _panel(found: Sequence[Outcome], label: str) -> Panel:
     regions = [one.claim.rule.region(one.claim.limit) for one in found]
     limits = _limits([value for ends in regions for value in ends if math.isfinite(value)], found)
     marks, ticks, y = [], [], 0.0
@@ -226,7 +229,7 @@ def _panel(found: Sequence[Outcome], title: str, label: str) -> Panel:
         y -= 1
     rule = Rule("no difference", PLAIN, 0.0, is_vertical=True)
     x = Axis(label, digits=4, limits=limits)
-    return Panel(title, x, Axis(ticks=tuple(ticks)), tuple(marks), (rule,), 130 + 24 * len(ticks))
+    return Panel("A row for each test", x, Axis(ticks=tuple(ticks)), tuple(marks), (rule,), 130 + 24 * len(ticks))
 
 
 def _marks(finding: Finding, y: float) -> list[Mark]:
@@ -246,7 +249,7 @@ def _marks(finding: Finding, y: float) -> list[Mark]:
 def _name(finding: Finding) -> str:
     sample = finding.sample
     place = f", {finding.place}" if finding.place else ""
-    return f"{sample.method} / {sample.against}{place}"
+    return f"{sample.method} vs {sample.against}{place}"
 
 
 def _limits(values: list[float], found: Sequence[Outcome]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 CONFIDENCE = 0.95
 
@@ -100,6 +101,7 @@ def t_tail(t: float, degrees: float) -> float:
     return 0.5 * _beta(degrees / 2, 0.5, degrees / (degrees + t * t), t * t / (degrees + t * t))
 
 
+@cache
 def t_quantile(probability: float, degrees: float) -> float:
     """The value that Student's t stays below with this probability."""
     if not 0 < probability < 1 or degrees <= 0:

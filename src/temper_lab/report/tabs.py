@@ -81,7 +81,7 @@ def claims(content: Content) -> Tab | None:
         f'<div class="tiles">{tiles}</div>',
         _card(text),
         _table(content, "claims"),
-        *_charts(content, ["claims"]),
+        *_charts(content, ["claims", "claims-trends"]),
         _card("<h2>What was found</h2>" + "".join(map(_findings, found))),
         _table(content, "claim-tests"),
     ]
