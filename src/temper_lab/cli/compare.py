@@ -47,7 +47,7 @@ On GPUs, one run after the other:
 Recipes: {names}.
 
 Args:
-    recipe: A built-in recipe or a TOML file; its section [compare] has the methods, streams and seeds.
+    recipe: A built-in recipe or a TOML file; its section [compare] has the methods, streams, seeds and claims.
     out: The folder of the study: results.json, runs/, logs/, tokenizer/.
     methods: Presets with overrides, separated by commas or spaces. Left out: those of the recipe or the study.
     streams: Numbers of streams N; the residual preset has one stream and runs once.

@@ -24,7 +24,7 @@ def report(
         temper report runs/demo --json
 
     `report.html` is one file to open, send or show: it needs no network. Beside it are figures/ (PNG and SVG) and
-    tables/ (CSV and LaTeX). A study that is still running has a report of what has finished.
+    tables/ (CSV, LaTeX and Markdown). A study that is still running has a report of what has finished.
 
     Args:
         study: The folder of a study, as `temper compare` makes it, or a results.json.

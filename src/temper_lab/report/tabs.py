@@ -124,7 +124,8 @@ def about(content: Content) -> Tab:
         _card(
             "<h2>About this page</h2><p>Everything here is computed from results.json"
             " (an explorer of the routing, if there is one, reads the models too). Figures are in figures/ as PNG and "
-            "SVG, tables in tables/ as CSV in full precision and as LaTeX. The page loads nothing from anywhere.</p>"
+            "SVG, tables in tables/ as CSV in full precision, LaTeX and Markdown. The page loads nothing from "
+            "anywhere.</p>"
         ),
     ]
     return _tab(content, "about", "About", parts)
