@@ -100,8 +100,30 @@ EFFECTS = {
 }
 
 
+RANKS = ["temper-cp", "temper-cp:rank=4", "temper-cp:rank=8"]
+# Claims of every shape: below a margin, between two, beyond zero on either side, and a trend.
+CLAIMS = [
+    {
+        "name": name,
+        "text": text,
+        "kind": kind,
+        "methods": methods,
+        "streams": streams,
+        **options,
+        "record": {"added": "2026-11-18", "runs_started": 0, "runs_finished": 0},
+    }
+    for name, text, kind, methods, streams, options in (
+        ("compact", "TEMPER is no worse than mhc", "not-worse", RANKS[:1], [4, 8], {"against": "mhc", "margin": 0.003}),
+        ("ranks", "ranks hardly matter", "flat", RANKS, [4], {"margin": 0.001}),
+        ("trains", "TT is worse than Tucker", "worse", ["temper-tt"], [4], {"against": "temper-tucker", "by": 0.0}),
+        ("slim", "slim is better", "better", ["temper-slim", "hc"], [4], {"against": "residual", "by": 0.002}),
+        ("streams", "more is better", "grows", ["mhc"], [4, 8], {"against": "residual", "along": "streams", "by": 0.0}),
+    )
+]
+
+
 def full_study(seeds=3, noise=0.001):
-    """Two N, three seeds, ranks, CORE, a cost, and runs that failed, were skipped or are waiting."""
+    """Two N, three seeds, ranks, CORE, a cost, claims, and runs that failed, were skipped or are waiting."""
     rng = random.Random(0)
     runs, numbers = [], {4: seeds, 8: max(1, seeds - 1)}
     level = [2.07 + rng.gauss(0, 0.01) for _ in range(seeds)]
@@ -123,7 +145,7 @@ def full_study(seeds=3, noise=0.001):
         for method, ratio in (("mhc", 1.3 + n / 40), ("temper-cp", 1.1), ("temper-cp:rank=8", 1.15), ("kromhc", 1.2))
     ]
     cost = {"setting": {"rounds": 7, "threads": 1}, "rows": [_residual_cost(), *rows]}
-    return results(runs, cost=cost)
+    return results(runs, cost=cost, claims=CLAIMS)
 
 
 def _residual_cost():

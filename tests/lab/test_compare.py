@@ -158,6 +158,40 @@ def test_given_again_nothing_is_run_again(unbroken, launch, capsys, monkeypatch)
     assert (unbroken / "results.json").read_bytes() == before
 
 
+CLAIM = """
+[[compare.claims]]
+name = "routing-helps"
+text = "a made-up claim"
+kind = "not-worse"
+methods = ["temper-cp:rank=1"]
+against = "residual"
+margin = {margin}
+streams = [2]
+"""
+
+
+def test_claims_that_come_late_say_so_and_stay_as_they_were(tiny, unbroken, launch, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("temper_lab.compare.runner.Runner._spawn", None)
+    monkeypatch.setattr("temper_lab.compare.cost.measure", None)
+    out, claimed = copy_of(unbroken, tmp_path / "claims"), tmp_path / "claims.toml"
+    assert results.read(out)["claims"] == []
+    grid = '[compare]\nmethods = ["residual", "temper-cp:rank=1"]\nstreams = [2]\nseeds = [0, 1]\n'
+    claimed.write_text(f"{tiny.read_text()}\n{grid}{CLAIM.format(margin=10)}")
+    assert main(command(claimed, out, launch)) == 0
+    printed = capsys.readouterr().out
+    assert "1 claim: 1 shown, 0 refuted, 0 open." in printed
+    assert "Shown: temper-cp:rank=1 is not worse than residual by more than 10 bpb at N = 2" in printed
+    (claim,) = results.read(out)["claims"]
+    assert claim["record"] | {"added": ""} == {"added": "", "runs_started": 4, "runs_finished": 4}
+    before = (out / "results.json").read_bytes()
+    assert main(["compare", "--out", str(out)]) == 0
+    assert (out / "results.json").read_bytes() == before
+    claimed.write_text(f"{tiny.read_text()}\n{grid}{CLAIM.format(margin=0.1)}")
+    assert main(command(claimed, out, launch)) == 1
+    assert "margin was 10.0, is 0.1. A claim stays as it was written" in capsys.readouterr().err
+    assert (out / "results.json").read_bytes() == before
+
+
 def test_killed_at_a_random_point_and_given_again_it_is_the_unbroken_study(tiny, unbroken, launch, tmp_path):
     out, total = tmp_path / "killed", random.randint(0, 60)
     process = start(launch, command(tiny, out, launch, "--jobs", "1", "--no-cost"))

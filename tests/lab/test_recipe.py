@@ -10,7 +10,7 @@ from temper_lab.recipe import Recipe
 
 BUILT_IN = (
     *("ablations-cpu", "ablations-paper", "cpu-base", "cpu-small", "cpu-smoke", "demo", "paper-n4", "paper-n8"),
-    *("study-books", "study-cpu", "table1-cpu", "table1-paper-n4", "table1-paper-n8"),
+    *("study-cpu", "table1-cpu", "table1-paper-n4", "table1-paper-n8"),
 )
 
 

@@ -155,7 +155,7 @@ def test_csv_gives_back_the_same_numbers(written):
 
 def test_latex_is_balanced_and_escaped(written):
     paths = list((written[0] / "tables").glob("*.tex"))
-    assert {path.stem for path in paths} == {"main", "significance", "cost", "core", "runs"}
+    assert {path.stem for path in paths} == {"main", "significance", "cost", "core", "runs", "claims", "claim-tests"}
     for path in paths:
         # A backslash pair ends a row; after it and escaped characters are gone, only structure is left.
         text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("%"))
@@ -173,7 +173,7 @@ def test_latex_is_balanced_and_escaped(written):
 
 def test_figures_are_there_as_png_and_svg(written):
     names = {"curves", "gaps", "loss", "pareto-bpb", "pareto-core", "parameters", "cost", "sweep-streams"}
-    names |= {"forest-residual", "forest-mhc", "sweep-temper-cp-rank-n4"}
+    names |= {"forest-residual", "forest-mhc", "sweep-temper-cp-rank-n4", "claims", "claims-trends"}
     assert set(written[1].content.charts) == names
     for suffix, beginning in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         files = {path.stem: path for path in (written[0] / "figures").glob(f"*{suffix}")}
@@ -191,7 +191,7 @@ def test_the_page_is_well_formed_and_loads_nothing(written):
     assert not re.search(r"url\(|@import", css)
     assert html.count("plotly.js v") == 1
     tabs = [values["data-tab"] for tag, values in found.tags if values.get("role") == "tab"]
-    assert tabs == ["overview", "curves", "parameters", "cost", "significance", "about"]
+    assert tabs == ["overview", "claims", "curves", "parameters", "cost", "significance", "about"]
     for word in (
         "loss is not finite at step 12",
         "0123abcd+changes",

@@ -13,6 +13,7 @@ import tyro
 from temper_lab import recipe as recipes
 from temper_lab.cli.tables import registry
 from temper_lab.cli.train import value_of
+from temper_lab.compare.claims import claims_of
 from temper_lab.compare.session import Session
 from temper_lab.compare.study import Study, override, read_grid
 from temper_lab.compare.vary import MACHINE, OWN
@@ -57,7 +58,8 @@ On GPUs, one run after the other:
 Recipes: {names}.
 
 Args:
-    recipe: A built-in recipe or a TOML file; its section [compare] has the methods, streams, seeds and varied fields.
+    recipe: A built-in recipe or a TOML file; its section [compare] has the methods, streams, seeds, varied fields and
+        claims.
     out: The folder of the study: results.json, runs/, logs/, tokenizer/.
     methods: Presets with overrides, separated by commas or spaces. Left out: those of the recipe or the study.
     streams: Numbers of streams N; the residual preset has one stream and runs once.
@@ -112,9 +114,11 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         is_continued = recipe is None and stored is not None
         title = Path(recipe or "recipe").stem
         grid = stored.grid if is_continued else read_grid(section, settings, recipe or title)
+        # Options may narrow the grid; the recipe's claims are about its own.
+        claims = claims_of(section, Study(title, settings, grid), recipe or title)
         grid = override(grid, methods, streams, seeds, vary)
         text = shlex.join(["temper", "compare", *_lasting(words)])
-        asked = Study(title, settings, grid, (text,))
+        asked = Study(title, settings, grid, (text,), claims)
         study = asked if stored is None else _more(stored, asked, folder)
         session = _session(settings.train.threads, jobs, launch, cost, core, max_per_task)
         return compare(study, out, session, dry_run=dry_run)
@@ -141,7 +145,10 @@ def _more(stored: Study, asked: Study, folder: str | None) -> Study:
     """The study that is there, with what is new in this one."""
     if changes := stored.recipe.changes(asked.recipe, MACHINE):
         raise ValueError(f"{folder} is a study of another recipe: {'; '.join(changes)}. Another --out starts anew")
-    return stored.extended(asked.grid, asked.commands[0])
+    try:
+        return stored.extended(asked.grid, asked.commands[0], asked.claims)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def _check_fixed(base: Recipe, settings: Recipe) -> None:

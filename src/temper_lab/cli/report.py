@@ -17,14 +17,14 @@ def report(
     out: Path | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Make the page of a study: tables, curves, parameters, cost and significance, from its results.json alone.
+    """Make the page of a study: tables, curves, claims, parameters, cost and significance, from its results.json alone.
 
         temper report runs/demo
         temper report runs/demo/results.json --out reports/demo
         temper report runs/demo --json
 
     `report.html` is one file to open, send or show: it needs no network. Beside it are figures/ (PNG and SVG) and
-    tables/ (CSV and LaTeX). A study that is still running has a report of what has finished.
+    tables/ (CSV, LaTeX and Markdown). A study that is still running has a report of what has finished.
 
     Args:
         study: The folder of a study, as `temper compare` makes it, or a results.json.
@@ -42,10 +42,11 @@ def report(
         return
     from temper_lab.progress import console
     from temper_lab.report.formats import as_rich
+    from temper_lab.report.outcomes import claim_lines
     from temper_lab.report.tables import SCALE
 
     console(240).print(as_rich(done.content.tables["main"]))
-    for line in (*done.content.lines, SCALE):
+    for line in (*done.content.lines, SCALE, *claim_lines(done.content.claims)):
         print(line)
     print(f"page: {done.page}")
     print(

@@ -37,6 +37,7 @@ def gather(study: Study, folder: Path, entries: Iterable[Entry], vocab_size: int
         "streams": study.streams,
         "seeds": study.seeds,
         "vary": vary.plain(study.axes),
+        "claims": [claim.to_dict() for claim in study.claims],
         "runs": [_run(study, folder, entry, vocab_size) for entry in entries],
         "cost": cost,
     }

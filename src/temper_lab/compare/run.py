@@ -40,6 +40,7 @@ def compare(study: Study, folder: Path, session: Session) -> int:
         if is_new:
             folder.mkdir(parents=True)
             stack.enter_context(claimed(folder))
+        study = study.recorded(folder)
         study.write(folder)
         if corpus is not None:
             make_tokenizer(study, folder, corpus)
@@ -100,7 +101,13 @@ class _Comparison:
         return self._close(path)
 
     def _close(self, path: Path) -> int:
-        table.show(results.read(self.folder) or {})
+        found = results.read(self.folder) or {}
+        table.show(found)
+        if self.study.claims:
+            from temper_lab.report.outcomes import claim_lines, outcomes
+            from temper_lab.report.results import Study as Results
+
+            print("\n".join(claim_lines(outcomes(Results.of(found)))))
         bad = [entry for entry in self.runner.entries.values() if entry.status not in ("finished", "skipped")]
         for entry in bad:
             log = self.folder / "logs" / f"{entry.cell.key}.txt"

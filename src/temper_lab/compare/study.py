@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from temper_lab.compare.method import Method, parse_all
 from temper_lab.compare.vary import Axes, Settings
 from temper_lab.model import ModelConfig
 from temper_lab.recipe import Recipe, field_types
+from temper_lab.report.claims import Claim, Record, joined, read_claims
 from temper_lab.run import RunFolder
 
 FORMAT = "temper-study-1"
@@ -78,8 +80,8 @@ def read_grid(values: Mapping[str, Any], recipe: Recipe, source: str) -> Grid:
     otherwise = Block(parse_all(METHODS), (streams if streams > 1 else 4,), (recipe.train.seed,))
     try:
         for key in values:
-            if key not in (*AXES, "grid"):
-                raise unknown("option of [compare]", key, (*AXES, "grid"))
+            if key not in (*AXES, "grid", "claims"):
+                raise unknown("option of [compare]", key, (*AXES, "grid", "claims"))
         blocks = values.get("grid", [{}])
         if not isinstance(blocks, list) or not blocks or not all(isinstance(block, Mapping) for block in blocks):
             raise ValueError(f"grid is {blocks!r}; expected a list of tables with {', '.join(AXES)}")
@@ -127,12 +129,14 @@ class Study:
         name: the recipe's.
         recipe: what all runs share; preset, streams, router, seed and varied fields are each run's own.
         commands: what made this study, and what added to it.
+        claims: what it is to show.
     """
 
     name: str
     recipe: Recipe
     grid: Grid
     commands: tuple[str, ...] = ()
+    claims: tuple[Claim, ...] = ()
 
     def __post_init__(self) -> None:
         if self.recipe.model.router:
@@ -236,12 +240,21 @@ class Study:
         count, sites = temper.count_parameters(config), self.settings_of(cell).model.num_sites
         return f"{reason} Here it would take {count:,} parameters per site, {sites * count:,} in {sites} sites."
 
-    def extended(self, grid: Grid, command: str) -> Study:
-        """With the runs of another grid too; the same study if it has them all."""
-        larger = replace(self, grid=(*self.grid, *grid))
-        if set(larger.queue) == set(self.queue):
+    def extended(self, grid: Grid, command: str, claims: Sequence[Claim] = ()) -> Study:
+        """With the runs of another grid and more claims; the same study if it has them all."""
+        larger = replace(self, grid=(*self.grid, *grid), claims=joined(self.claims, claims))
+        if set(larger.queue) == set(self.queue) and larger.claims == self.claims:
             return self
         return replace(larger, commands=(*self.commands, command))
+
+    def recorded(self, folder: Path) -> Study:
+        """With the date of claims that are new, and how many runs were there before them."""
+        if all(claim.record for claim in self.claims):
+            return self
+        runs = [run for cell in self.cells if (run := run_folder(folder, cell)).is_run]
+        finished = sum(run.read().get("status") == "finished" for run in runs)
+        record = Record(datetime.now(UTC).date().isoformat(), len(runs), finished)
+        return replace(self, claims=tuple(replace(claim, record=claim.record or record) for claim in self.claims))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -249,6 +262,7 @@ class Study:
             "name": self.name,
             "commands": [*self.commands],
             "grid": [block.to_dict() for block in self.grid],
+            "claims": [claim.to_dict() for claim in self.claims],
             "recipe": self.recipe.to_dict(),
         }
 
@@ -267,7 +281,9 @@ class Study:
         try:
             recipe = Recipe.from_dict(content["recipe"], str(path))
             grid = read_grid({"grid": content["grid"]}, recipe, str(path))
-            return cls(content["name"], recipe, grid, tuple(content["commands"]))
+            # Studies of earlier versions have no claims.
+            claims = read_claims(content.get("claims", []))
+            return cls(content["name"], recipe, grid, tuple(content["commands"]), claims)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is not complete: {error!r}") from error
 

@@ -8,8 +8,11 @@ from typing import Any
 
 from temper_lab.report import figures, sweeps, tables
 from temper_lab.report.charts import Chart
+from temper_lab.report.claims import Outcome
 from temper_lab.report.comparisons import Comparison, baselines, compare
+from temper_lab.report.core import core_lines, core_table
 from temper_lab.report.formats import Table
+from temper_lab.report.outcomes import claim_lines, claims_charts, claims_table, outcomes, tests_table
 from temper_lab.report.results import Study
 from temper_lab.report.statements import statements
 
@@ -23,6 +26,7 @@ class Content:
     tables: dict[str, Table]
     charts: dict[str, Chart]
     statements: dict[int, list[str]]
+    claims: tuple[Outcome, ...] = ()
 
     @property
     def lines(self) -> list[str]:
@@ -33,16 +37,20 @@ class Content:
     def to_dict(self) -> dict[str, Any]:
         """What `temper report --json` prints."""
         rows = {name: [dict(row) for row in table.rows] for name, table in self.tables.items()}
-        return {"study": self.study.name, "statements": self.lines, "tables": rows}
+        found = {"study": self.study.name, "statements": self.lines, "tables": rows}
+        return found | ({"claims": claim_lines(self.claims)} if self.claims else {})
 
 
 def compute(results: Mapping[str, Any]) -> Content:
     """Raises ValueError if this is not the content of a results.json; writes nothing."""
     study = Study.of(results)
-    main, cost = tables.main_table(study), tables.cost_table(study)
+    main, cost, core = tables.main_table(study), tables.cost_table(study), core_table(study)
     compared = {against: compare(study, against) for against in baselines(study)}
     comparisons = [one for rows in compared.values() for one in rows]
-    all_tables = [main, tables.significance_table(comparisons), cost, tables.core_table(study)]
+    all_tables = [main, tables.significance_table(comparisons), cost, core]
+    claims = outcomes(study)
+    if claims:
+        all_tables += [claims_table(claims), tests_table(claims)]
     all_tables += [tables.curves_table(study), tables.runs_table(study)]
     charts = [
         figures.curves(study),
@@ -54,11 +62,16 @@ def compute(results: Mapping[str, Any]) -> Content:
         *sweeps.sweep_charts(study, main),
         figures.cost(study, cost),
         *(figures.forest(study, rows) for rows in compared.values()),
+        *claims_charts(claims),
     ]
+    said = statements(study, main, comparisons)
+    for n, line in core_lines(core).items():
+        said.setdefault(n, []).append(line)
     return Content(
         study,
         tuple(comparisons),
         {table.name: table for table in all_tables if table is not None},
         {chart.name: chart for chart in charts if chart is not None},
-        statements(study, main, comparisons),
+        said,
+        tuple(claims),
     )

@@ -1,9 +1,10 @@
-"""A table in every form: CSV, LaTeX, HTML and for the terminal."""
+"""A table in every form: CSV, LaTeX, Markdown, HTML and for the terminal."""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -107,6 +108,22 @@ def as_latex(table: Table) -> str:
 def latex(text: str) -> str:
     """Text that LaTeX prints as it is."""
     return "".join(LATEX.get(character, character) for character in " ".join(text.split()))
+
+
+def as_markdown(table: Table) -> str:
+    """A table for a README, with its note below."""
+    lines = [[_markdown(column.title) for column in table.columns]]
+    lines.append(["---" if column.is_text else "---:" for column in table.columns])
+    for row in table.rows:
+        texts = ((_markdown(column.show(row)), column.is_strong(row)) for column in table.columns)
+        lines.append([f"**{text}**" if is_strong else text for text, is_strong in texts])
+    body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{body}\n\n{table.note}\n" if table.note else f"{body}\n"
+
+
+def _markdown(text: str) -> str:
+    """Text in a cell: on one line, and without what would end it or be markup."""
+    return re.sub(r"([\\|*_`<>\[\]])", r"\\\1", " ".join(text.split()))
 
 
 def as_html(table: Table) -> str:

@@ -80,7 +80,7 @@ def _mark(mark: Mark, panel: Panel) -> list[dict[str, Any]]:
     faint = 0.4 if mark.is_faint else 1.0
     trace = {
         "type": "scatter",
-        "mode": "+".join(["lines"] * mark.line + ["markers"] * mark.points),
+        "mode": "+".join(["lines"] * mark.line + ["markers"] * mark.points) or "none",
         "name": escape(mark.name),
         "meta": mark.method,
         "x": list(mark.x),

@@ -43,6 +43,7 @@ class Run:
     bpb: float | None
     core: float | None
     core_tasks: Mapping[str, float]
+    core_errors: Mapping[str, float]
     step_seconds: float | None
 
     @property
@@ -76,6 +77,7 @@ class Run:
             **{name: number(final.get(name)) for name in ("train_loss", "val_loss", "bpb")},
             core=number(core.get("CORE")),
             core_tasks=_tasks(_mapping(core, "tasks")),
+            core_errors=_errors(_mapping(core, "tasks")),
             step_seconds=number(timing.get("step_seconds")),
         )
 
@@ -227,4 +229,17 @@ def _tasks(tasks: Mapping[str, Any]) -> dict[str, float]:
         centered = number(value.get("centered") if isinstance(value, Mapping) else value)
         if centered is not None:
             found[str(label)] = centered
+    return found
+
+
+def _errors(tasks: Mapping[str, Any]) -> dict[str, float]:
+    """The standard error of the centered accuracy by task, where accuracy, baseline and items are known."""
+    found = {}
+    for label in tasks:
+        entry = _mapping(tasks, label)
+        accuracy, baseline, items = (number(entry.get(name)) for name in ("accuracy", "baseline", "items"))
+        if accuracy is None or baseline is None or items is None:
+            continue
+        if 0 <= accuracy <= 1 and 0 <= baseline < 1 and items > 1:
+            found[str(label)] = math.sqrt(accuracy * (1 - accuracy) / (items - 1)) / (1 - baseline)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 CONFIDENCE = 0.95
 
@@ -19,6 +20,43 @@ def sd(values: Sequence[float]) -> float | None:
         return None
     centre = mean(values)
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of a sample of at least two values, as Student's t knows it.
+
+    Args:
+        error: the standard error.
+        degrees: of freedom.
+    """
+
+    value: float
+    error: float
+    degrees: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        spread = sd(values)
+        if spread is None:
+            raise ValueError(f"expected at least two values, got {len(values)}")
+        return cls(mean(values), spread / math.sqrt(len(values)), len(values) - 1)
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        """The two-sided confidence interval; each end is a one-sided bound of level (1 + confidence) / 2."""
+        half = t_quantile(0.5 + confidence / 2, self.degrees) * self.error
+        return self.value - half, self.value + half
+
+    def p_below(self, bound: float) -> float:
+        """One-sided p value of the hypothesis that the true mean is `bound` or more: small if it is below."""
+        if self.error == 0:
+            return 0.0 if self.value < bound else 1.0
+        t = (self.value - bound) / self.error
+        return t_tail(-t, self.degrees) if t < 0 else 1 - t_tail(t, self.degrees)
+
+    def p_above(self, bound: float) -> float:
+        """One-sided p value of the hypothesis that the true mean is `bound` or less."""
+        return Mean(-self.value, self.error, self.degrees).p_below(-bound)
 
 
 @dataclass(frozen=True)
@@ -38,14 +76,12 @@ class Paired:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Paired:
-        count, centre, spread = len(differences), mean(differences), sd(differences)
-        if spread is None:
-            return cls(centre, count, None, None, None)
-        error = spread / math.sqrt(count)
-        half = t_quantile(0.5 + CONFIDENCE / 2, count - 1) * error
-        if error == 0:
-            return cls(centre, count, centre, centre, 1.0 if centre == 0 else 0.0)
-        return cls(centre, count, centre - half, centre + half, 2 * t_tail(abs(centre) / error, count - 1))
+        count = len(differences)
+        if count < 2:
+            return cls(mean(differences), count, None, None, None)
+        sample = Mean.of(differences)
+        p = 1.0 if sample.value == 0 else 2 * min(sample.p_below(0), sample.p_above(0))
+        return cls(sample.value, count, *sample.interval(), p)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -65,6 +101,7 @@ def t_tail(t: float, degrees: float) -> float:
     return 0.5 * _beta(degrees / 2, 0.5, degrees / (degrees + t * t), t * t / (degrees + t * t))
 
 
+@cache
 def t_quantile(probability: float, degrees: float) -> float:
     """The value that Student's t stays below with this probability."""
     if not 0 < probability < 1 or degrees <= 0:

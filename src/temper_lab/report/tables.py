@@ -199,31 +199,6 @@ def why(run: Run) -> str | None:
     return run.reason
 
 
-def core_table(study: Study) -> Table | None:
-    """Centered accuracy by task, where CORE was evaluated."""
-    tasks = sorted({task for run in study.runs for task in run.core_tasks})
-    if not tasks:
-        return None
-    rows = []
-    for n in study.streams:
-        for label in study.labels_at(n):
-            runs = [run for run in study.measured(label, n).values() if run.core_tasks]
-            if runs:
-                row: dict[str, Any] = {"method": label, "streams": n, "seeds": len(runs)}
-                for task in tasks:
-                    known = [run.core_tasks[task] for run in runs if task in run.core_tasks]
-                    row[task] = mean(known) if known else None
-                rows.append(row)
-    columns = [
-        Column("method", lambda row: row["method"], "method", is_text=True),
-        Column("N", lambda row: str(row["streams"]), "streams"),
-        *(Column(task, lambda row, task=task: decimal(row[task], 3), task) for task in tasks),
-    ]
-    return Table(
-        "core", "CORE by task", tuple(rows), tuple(columns), "Centered accuracy, mean over seeds: guessing is 0."
-    )
-
-
 def curves_table(study: Study) -> Table:
     """The bpb curves as data: mean and standard deviation over seeds."""
     rows = []

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from temper_lab.report import interactive
+from temper_lab.report import interactive, outcomes
+from temper_lab.report.claims import Outcome
 from temper_lab.report.comparisons import explanation
 from temper_lab.report.compute import Content
 from temper_lab.report.counts import paper
 from temper_lab.report.formats import as_html, whole
+from temper_lab.report.outcomes import LOOKS
 from temper_lab.report.page import Tab
 from temper_lab.report.results import Study
 from temper_lab.report.styles import styles
@@ -67,6 +69,32 @@ def significance(content: Content) -> Tab:
     return _tab(content, "significance", "Significance", [_card(text) if against else "", *parts])
 
 
+def claims(content: Content) -> Tab | None:
+    """Only for a study that claims something."""
+    found = content.claims
+    if not found:
+        return None
+    counts = [(verdict, sum(one.verdict == verdict for one in found)) for verdict in LOOKS]
+    tiles = "".join(f'<div class="tile"><b>{count}</b><span>{verdict}</span></div>' for verdict, count in counts)
+    text = "".join(f"<p>{escape(line)}</p>" for line in outcomes.explanation(found))
+    parts = [
+        f'<div class="tiles">{tiles}</div>',
+        _card(text),
+        _table(content, "claims"),
+        *_charts(content, ["claims", "claims-trends"]),
+        _card("<h2>What was found</h2>" + "".join(map(_findings, found))),
+        _table(content, "claim-tests"),
+    ]
+    # Rows are claims, not methods: there is nothing to hide, so no legend.
+    return Tab("claims", "Claims", "\n".join(filter(None, parts)), js=interactive.script())
+
+
+def _findings(one: Outcome) -> str:
+    items = "".join(f"<li>{escape(finding.sentence)}</li>" for finding in one.findings)
+    title = f"{escape(one.claim.name)}: {one.verdict}"
+    return f'<h3>{title}</h3><p>{escape(one.claim.text)}</p><ul class="statements">{items}</ul>'
+
+
 def about(content: Content) -> Tab:
     study = content.study
     raw = study.raw
@@ -96,7 +124,8 @@ def about(content: Content) -> Tab:
         _card(
             "<h2>About this page</h2><p>Everything here is computed from results.json"
             " (an explorer of the routing, if there is one, reads the models too). Figures are in figures/ as PNG and "
-            "SVG, tables in tables/ as CSV in full precision and as LaTeX. The page loads nothing from anywhere.</p>"
+            "SVG, tables in tables/ as CSV in full precision, LaTeX and Markdown. The page loads nothing from "
+            "anywhere.</p>"
         ),
     ]
     return _tab(content, "about", "About", parts)
@@ -216,4 +245,4 @@ def _steps() -> str:
     return " and ".join(f"{steps:,} steps at N = {n}" for n, steps in paper()["steps"].items())
 
 
-TABS = (overview, curves, parameters, cost, significance)
+TABS = (overview, claims, curves, parameters, cost, significance)

@@ -11,11 +11,11 @@ from temper_lab.checkpoint.files import write_whole
 from temper_lab.progress import Bar
 from temper_lab.report import draw, tabs
 from temper_lab.report.compute import Content, compute
-from temper_lab.report.formats import as_csv, as_latex
+from temper_lab.report.formats import as_csv, as_latex, as_markdown
 from temper_lab.report.page import Tab, page
 
 # Charts that not every study has: those of an earlier report are removed.
-SOMETIMES = ("curves", "gaps", "loss", "pareto-*", "parameters", "sweep-*", "cost", "forest-*")
+SOMETIMES = ("curves", "gaps", "loss", "pareto-*", "parameters", "sweep-*", "cost", "forest-*", "claims*")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def write_report(results: Mapping[str, Any], out: Path, extra_tabs: Sequence[Tab
         raise ValueError(f"{out} is a file; expected a folder for the report")
     html = page(
         f"{content.study.name}: hyper-connections compared",
-        [*(tab(content) for tab in tabs.TABS), *extra_tabs, tabs.about(content)],
+        [*(tab for make in tabs.TABS if (tab := make(content)) is not None), *extra_tabs, tabs.about(content)],
     )
     for name in ("figures", "tables"):
         (out / name).mkdir(parents=True, exist_ok=True)
@@ -65,12 +65,15 @@ def _figures(content: Content, folder: Path) -> list[Path]:
 def _tables(content: Content, folder: Path) -> list[Path]:
     written = []
     for table in content.tables.values():
-        texts = {".csv": as_csv(table)} | ({".tex": as_latex(table)} if table.columns else {})
+        texts = {".csv": as_csv(table)}
+        if table.columns:
+            texts |= {".tex": as_latex(table), ".md": as_markdown(table)}
         for suffix, text in texts.items():
             path = folder / f"{table.name}{suffix}"
             write_whole(path, text)
             written.append(path)
-    for path in (folder / f"{name}{suffix}" for name in ("cost", "core") for suffix in (".csv", ".tex")):
+    sometimes = ("cost", "core", "claims", "claim-tests")
+    for path in (folder / f"{name}{suffix}" for name in sometimes for suffix in (".csv", ".tex", ".md")):
         if path not in written:
             path.unlink(missing_ok=True)
     return written
