@@ -36,6 +36,8 @@ More methods, streams or seeds for a study that is there:
 
     temper compare --out demo --seeds 0 1 2
 
+A recipe may say what the study is to show ([[compare.claims]], see docs/lab.md): the claims are tested at the end.
+
 What it would take, without doing it:
 
     temper compare --recipe study-cpu --dry-run
@@ -47,7 +49,7 @@ On GPUs, one run after the other:
 Recipes: {names}.
 
 Args:
-    recipe: A built-in recipe or a TOML file; its section [compare] has the methods, streams, seeds and claims.
+    recipe: A built-in recipe or a TOML file; its section [compare] has the methods, streams and seeds.
     out: The folder of the study: results.json, runs/, logs/, tokenizer/.
     methods: Presets with overrides, separated by commas or spaces. Left out: those of the recipe or the study.
     streams: Numbers of streams N; the residual preset has one stream and runs once.
@@ -98,9 +100,9 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         _check_fixed(base, settings)
         is_continued = recipe is None and stored is not None
         title = Path(recipe or "recipe").stem
-        grid = stored.grid if is_continued else read_grid(section, settings, recipe or title)
         # Options may narrow the grid; the recipe's claims are about its own.
-        claims = claims_of(section, Study(title, settings, grid), recipe or title)
+        claims = claims_of(section, settings, recipe or title)
+        grid = stored.grid if is_continued else read_grid(section, settings, recipe or title)
         grid = override(grid, methods, streams, seeds)
         text = shlex.join(["temper", "compare", *_lasting(words)])
         asked = Study(title, settings, grid, (text,), claims)

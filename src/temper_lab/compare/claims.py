@@ -7,14 +7,18 @@ from typing import Any
 
 from temper.registry import unknown
 from temper_lab.compare.method import Method
-from temper_lab.compare.study import Cell, Study
+from temper_lab.compare.study import Cell, Study, read_grid
+from temper_lab.recipe import Recipe
 from temper_lab.report.claims import ROUTING, STREAMS, Claim, read_claims
 
 
-def claims_of(values: Mapping[str, Any], study: Study, source: str) -> tuple[Claim, ...]:
-    """The claims of a section [compare] with the grid of this study; raises ValueError."""
+def claims_of(values: Mapping[str, Any], recipe: Recipe, source: str) -> tuple[Claim, ...]:
+    """The claims of a section [compare], about runs of its grid; raises ValueError."""
+    if "claims" not in values:
+        return ()
+    study = Study("", recipe, read_grid(values, recipe, source))
     try:
-        claims = read_claims(values.get("claims", []))
+        claims = read_claims(values["claims"])
         if known := [claim.name for claim in claims if claim.record]:
             raise ValueError(f"claim {known[0]} has a record; expected none in a recipe: the study keeps it")
         return tuple(_checked(claim, study) for claim in claims)

@@ -59,13 +59,13 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
     for note in notes:
         print(note)
     print(f"{train.steps:,} steps x {train.batch_tokens:,} tokens each; corpus {study.recipe.data.corpus}")
-    if study.claims:
-        print(f"{len(study.claims)} claims to test: {', '.join(claim.name for claim in study.claims)}")
     each = f" of {threads} thread{'s' if threads > 1 else ''}" if threads else ""
     print(
         f"{len(runs)} runs to train, {jobs} at a time{each}: about {duration(total)} on this machine (from its matmul "
         "speed)"
     )
+    if study.claims:
+        print(f"{len(study.claims)} claims to test: {', '.join(claim.name for claim in study.claims)}")
     if not torch.cuda.is_available() and study.recipe.data.shares > 1:
         gpus = study.recipe.data.shares
         there = total * here / (plan.A100_FLOPS * plan.GPU_SHARE * gpus)

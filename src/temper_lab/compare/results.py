@@ -33,10 +33,10 @@ def gather(study: Study, folder: Path, entries: Iterable[Entry], vocab_size: int
         "versions": origin.versions(),
         "machine": origin.machine(),
         "recipe": study.recipe.to_dict(),
+        "claims": [claim.to_dict() for claim in study.claims],
         "methods": [*map(str, study.methods)],
         "streams": study.streams,
         "seeds": study.seeds,
-        "claims": [claim.to_dict() for claim in study.claims],
         "runs": [_run(study, folder, entry, vocab_size) for entry in entries],
         "cost": cost,
     }
