@@ -388,7 +388,7 @@ def test_a_bad_claim_says_what_is_bad(values, words):
         (claim("grows", along="model.dept", values=[4, 8]), "unknown axis 'model.dept'. Did you mean 'model.depth'"),
         (
             claim("grows", along="model.depth", values=[4, 8]),
-            "the grid has no residual with model.depth = 4; it varies nothing",
+            "the grid has no residual with model.depth = 4; expected some of the recipe as it is",
         ),
         (claim("better", by=-1), "by is -1; expected a number >= 0"),
         (3, "a claim is 3; expected a table"),

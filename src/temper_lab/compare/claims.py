@@ -47,8 +47,7 @@ def _checked(claim: Claim, study: Study) -> Claim:
             raise _missing(f"{text} at N = {streams}", sorted({cell.streams for cell in cells}))
         wanted = differing(settings.items(), method)
         if not any(differing(_vary(cell), method) == wanted for cell in at):
-            words = _words(settings.items()) or "the recipe as it is"
-            raise _missing(f"{text} with {words}", sorted({_words(_vary(cell)) for cell in at} - {""}))
+            raise _missing(f"{text} with {_words(settings.items())}", sorted({_words(_vary(cell)) for cell in at}))
         return {}
 
     try:
@@ -65,12 +64,11 @@ def _checked(claim: Claim, study: Study) -> Claim:
 
 
 def _missing(what: str, known: Collection[Any]) -> ValueError:
-    expected = f"expected some of {', '.join(map(str, known))}" if known else "it varies nothing"
-    return ValueError(f"the grid has no {what}; {expected}")
+    return ValueError(f"the grid has no {what}; expected some of {', '.join(map(str, known))}")
 
 
 def _words(settings: Iterable[tuple[str, Any]]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in settings)
+    return " and ".join(f"{name} = {value}" for name, value in settings) or "the recipe as it is"
 
 
 def _vary(cell: Cell) -> tuple[tuple[str, Any], ...]:
