@@ -15,7 +15,7 @@ from studies import results, run_entry
 from temper_lab import recipe
 from temper_lab.cli import main
 from temper_lab.compare.claims import claims_of
-from temper_lab.compare.study import Study, override, read_grid
+from temper_lab.compare.study import Study, read_grid
 from temper_lab.report import Study as Results
 from temper_lab.report import draw, interactive
 from temper_lab.report.claims import Claim, Kind, Record, joined, judge, read_claims
@@ -374,7 +374,7 @@ def test_a_bad_claim_says_what_is_bad(values, words):
     if values.get("kind") == "better":
         changed.pop("against")
     with pytest.raises(ValueError, match=words) as caught:
-        claims_of({"claims": [changed]}, demo(), "mine.toml")
+        claims_of({"claims": [changed]}, recipe.load("demo"), "mine.toml")
     assert str(caught.value).startswith("mine.toml: [compare] ")
 
 
@@ -388,7 +388,7 @@ def test_a_bad_claim_says_what_is_bad(values, words):
         (claim("grows", along="model.dept", values=[4, 8]), "unknown axis 'model.dept'. Did you mean 'model.depth'"),
         (
             claim("grows", along="model.depth", values=[4, 8]),
-            "the grid has no residual with model.depth = 4; it varies nothing",
+            "the grid has no residual with model.depth = 4; expected some of the recipe as it is",
         ),
         (claim("better", by=-1), "by is -1; expected a number >= 0"),
         (3, "a claim is 3; expected a table"),
@@ -396,7 +396,7 @@ def test_a_bad_claim_says_what_is_bad(values, words):
 )
 def test_a_bad_claim_of_another_kind(values, words):
     with pytest.raises(ValueError, match=words):
-        claims_of({"claims": [values]}, demo(), "mine.toml")
+        claims_of({"claims": [values]}, recipe.load("demo"), "mine.toml")
 
 
 def demo(claims=()):
@@ -423,13 +423,14 @@ def test_claims_written_and_read_are_the_same(kind):
 
 
 def test_methods_have_one_spelling():
-    study = demo()
-    grid = override(study.grid, ["residual,mhc:method=newton:iters=50"], [], [])
-    values = claim(methods=["mhc:iters=50:method=newton"])
-    (found,) = claims_of({"claims": [values]}, replace(study, grid=grid), "x")
-    assert found.methods == ("mhc:iters=50:method=newton",)
-    values["methods"] = ["mhc:method=newton:iters=50"]
-    assert claims_of({"claims": [values]}, replace(study, grid=grid), "x") == (found,)
+    section = {"methods": ["residual", "mhc:method=newton:iters=50"]}
+    for text in ("mhc:iters=50:method=newton", "mhc:method=newton:iters=50"):
+        section["claims"] = [claim(methods=[text])]
+        (found,) = claims_of(section, recipe.load("demo"), "x")
+        assert found.methods == ("mhc:iters=50:method=newton",)
+    section["claims"] = [claim(methods=["mhc:iters=50:method=newton"], against="mhc:method=newton:iters=50")]
+    with pytest.raises(ValueError, match="is compared with itself"):
+        claims_of(section, recipe.load("demo"), "x")
 
 
 def test_a_study_keeps_its_claims_as_they_were_written(tmp_path):

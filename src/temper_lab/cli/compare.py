@@ -47,6 +47,8 @@ More methods, streams, seeds or values for a study that is there:
 Runs are trained in the order of the grid, block after block and seed by seed, so that what has finished when time
 runs out can be compared.
 
+A recipe may say what the study is to show ([[compare.claims]], see docs/lab.md): the claims are tested at the end.
+
 What it would take, without doing it:
 
     temper compare --recipe study-cpu --dry-run
@@ -113,9 +115,9 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
         _check_fixed(base, settings)
         is_continued = recipe is None and stored is not None
         title = Path(recipe or "recipe").stem
-        grid = stored.grid if is_continued else read_grid(section, settings, recipe or title)
         # Options may narrow the grid; the recipe's claims are about its own.
-        claims = claims_of(section, Study(title, settings, grid), recipe or title)
+        claims = claims_of(section, settings, recipe or title)
+        grid = stored.grid if is_continued else read_grid(section, settings, recipe or title)
         grid = override(grid, methods, streams, seeds, vary)
         text = shlex.join(["temper", "compare", *_lasting(words)])
         asked = Study(title, settings, grid, (text,), claims)

@@ -7,14 +7,18 @@ from typing import Any
 
 from temper.registry import unknown
 from temper_lab.compare.method import Method
-from temper_lab.compare.study import Cell, Study
+from temper_lab.compare.study import Cell, Study, read_grid
+from temper_lab.recipe import Recipe
 from temper_lab.report.claims import ROUTING, STREAMS, Claim, read_claims
 
 
-def claims_of(values: Mapping[str, Any], study: Study, source: str) -> tuple[Claim, ...]:
-    """The claims of a section [compare] with the grid of this study; raises ValueError."""
+def claims_of(values: Mapping[str, Any], recipe: Recipe, source: str) -> tuple[Claim, ...]:
+    """The claims of a section [compare], about runs of its grid; raises ValueError."""
+    if "claims" not in values:
+        return ()
+    study = Study("", recipe, read_grid(values, recipe, source))
     try:
-        claims = read_claims(values.get("claims", []))
+        claims = read_claims(values["claims"])
         if known := [claim.name for claim in claims if claim.record]:
             raise ValueError(f"claim {known[0]} has a record; expected none in a recipe: the study keeps it")
         return tuple(_checked(claim, study) for claim in claims)
@@ -43,8 +47,7 @@ def _checked(claim: Claim, study: Study) -> Claim:
             raise _missing(f"{text} at N = {streams}", sorted({cell.streams for cell in cells}))
         wanted = differing(settings.items(), method)
         if not any(differing(_vary(cell), method) == wanted for cell in at):
-            words = _words(settings.items()) or "the recipe as it is"
-            raise _missing(f"{text} with {words}", sorted({_words(_vary(cell)) for cell in at} - {""}))
+            raise _missing(f"{text} with {_words(settings.items())}", sorted({_words(_vary(cell)) for cell in at}))
         return {}
 
     try:
@@ -61,12 +64,11 @@ def _checked(claim: Claim, study: Study) -> Claim:
 
 
 def _missing(what: str, known: Collection[Any]) -> ValueError:
-    expected = f"expected some of {', '.join(map(str, known))}" if known else "it varies nothing"
-    return ValueError(f"the grid has no {what}; {expected}")
+    return ValueError(f"the grid has no {what}; expected some of {', '.join(map(str, known))}")
 
 
 def _words(settings: Iterable[tuple[str, Any]]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in settings)
+    return " and ".join(f"{name} = {value}" for name, value in settings) or "the recipe as it is"
 
 
 def _vary(cell: Cell) -> tuple[tuple[str, Any], ...]:

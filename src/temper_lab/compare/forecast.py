@@ -64,13 +64,13 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
     trains = [study.settings_of(cell).train for cell in study.cells]
     steps, tokens = _each(train.steps for train in trains), _each(train.batch_tokens for train in trains)
     print(f"{steps} steps x {tokens} tokens each; corpus {study.recipe.data.corpus}")
-    if study.claims:
-        print(f"{len(study.claims)} claims to test: {', '.join(claim.name for claim in study.claims)}")
     each = f" of {threads} thread{'s' if threads > 1 else ''}" if threads else ""
     print(
         f"{len(runs)} runs to train, {jobs} at a time{each}: about {duration(total)} on this machine (from its matmul "
         "speed)"
     )
+    if study.claims:
+        print(f"{len(study.claims)} claims to test: {', '.join(claim.name for claim in study.claims)}")
     if not torch.cuda.is_available() and study.recipe.data.shares > 1:
         gpus = study.recipe.data.shares
         there = total * here / (plan.A100_FLOPS * plan.GPU_SHARE * gpus)

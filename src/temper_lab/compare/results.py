@@ -33,11 +33,11 @@ def gather(study: Study, folder: Path, entries: Iterable[Entry], vocab_size: int
         "versions": origin.versions(),
         "machine": origin.machine(),
         "recipe": study.recipe.to_dict(),
+        "claims": [claim.to_dict() for claim in study.claims],
         "methods": [*map(str, study.methods)],
         "streams": study.streams,
         "seeds": study.seeds,
         "vary": vary.plain(study.axes),
-        "claims": [claim.to_dict() for claim in study.claims],
         "runs": [_run(study, folder, entry, vocab_size) for entry in entries],
         "cost": cost,
     }
