@@ -63,3 +63,13 @@ def test_the_tutorial_runs_as_written(tmp_path):
         pending = ""
     assert (tmp_path / "study/report.html").is_file()
     assert (tmp_path / "people.html").is_file()
+
+
+def test_nobody_is_told_to_install_somebody_elses_package():
+    # `temper` on the package index is an HTML templating package; ours is temper-hc.
+    wrong = re.compile(r"pip install[^\n`]*[ '\"]temper(?![\w-])")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    sources = [ROOT / name for name in files if name.endswith((".py", ".md", ".toml", ".yml"))] or PAGES
+    for path in sources:
+        if path.name != "test_docs.py":
+            assert not wrong.search(path.read_text()), path

@@ -64,7 +64,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ValueError("train.tensorboard needs a package: pip install 'temper[tensorboard]'") from error
+            raise ValueError("train.tensorboard needs a package: pip install 'temper-hc[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, line: Mapping[str, Any]) -> None:

@@ -431,7 +431,7 @@ except ModuleNotFoundError as error:
 sys.stderr = sys.stdout
 print(main(["export", "--model", {str(folder)!r}, "--to", "nanochat", "--out", {str(tmp_path / "out")!r}]))
 """
-    said = "temper_lab.hf needs transformers: pip install 'temper[lab,hf]'"
+    said = "temper_lab.hf needs transformers: pip install 'temper-hc[lab,hf]'"
     assert python(code) == f"{said}\nerror: {said}\n1\n"
     assert not (tmp_path / "out").exists()
 

@@ -93,4 +93,4 @@ def test_help_teaches(capsys):
 def test_without_the_lab_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["params"]) == 2
-    assert "pip install 'temper[lab]'" in capsys.readouterr().err
+    assert "pip install 'temper-hc[lab]'" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-EXTRA = "the `temper` command needs the lab: pip install 'temper[lab]'"
+EXTRA = "the `temper` command needs the lab: pip install 'temper-hc[lab]'"
 
 # Name, what it does, and the module that has a function of its last word. Only the module that runs is imported.
 COMMANDS = {

@@ -32,7 +32,7 @@ def load_theirs(path: Path, *, device: torch.device | str = "cpu") -> tuple[nn.M
         import transformers
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{path} is a model of transformers, which is not here: pip install 'temper[hf]'"
+            f"{path} is a model of transformers, which is not here: pip install 'temper-hc[hf]'"
         ) from error
     # Our own models, exported, are among theirs.
     import temper_lab.hf  # noqa: F401

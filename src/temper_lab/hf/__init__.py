@@ -10,7 +10,7 @@ except ModuleNotFoundError as missing:
     if missing.name != "transformers":
         raise
     raise ModuleNotFoundError(
-        "temper_lab.hf needs transformers: pip install 'temper[lab,hf]'", name="transformers"
+        "temper_lab.hf needs transformers: pip install 'temper-hc[lab,hf]'", name="transformers"
     ) from missing
 
 from temper_lab.hf.config import TemperConfig
