@@ -73,3 +73,7 @@ def test_nobody_is_told_to_install_somebody_elses_package():
     for path in sources:
         if path.name != "test_docs.py":
             assert not wrong.search(path.read_text()), path
+
+
+def test_the_first_snippet_runs_as_pasted():
+    exec(blocks("README.md")[0], {})
