@@ -13,6 +13,7 @@ from temper.ops.plan import Fold, Plan
 # Every form of mixing that the kernels know, by a name for the test ids.
 MIXERS = {
     "unconstrained": {"name": "unconstrained"},
+    "identity": {"name": "identity"},
     "sinkhorn": {"name": "sinkhorn"},
     "sinkhorn, columns": {"name": "sinkhorn", "iters": 3, "last": "columns"},
     "sinkhorn, tol": {"name": "sinkhorn", "iters": 30, "tol": 1e-3},

@@ -19,6 +19,13 @@ class TestUnconstrained(MixerSuite):
         return logits
 
 
+class TestIdentity(MixerSuite):
+    name = "identity"
+
+    def matrix(self, mixer, logits):
+        return torch.diag(torch.ones(mixer.num_streams, dtype=logits.dtype))
+
+
 class TestSinkhorn(MixerSuite):
     name = "sinkhorn"
 

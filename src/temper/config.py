@@ -63,7 +63,8 @@ class RouterConfig:
     Args:
         num_streams: N.
         dim: D, the width of each stream.
-        pre, res, post: the generator of each head, all three None for a plain residual.
+        pre, res, post: the generator of each head, all three None for a plain residual; res alone is None if the mixer
+            takes no logits.
         mixer: what the logits of `res` go through.
         gates: "sigmoid", or "tanh" for HC's own form.
         gain: the norm's gain, "full", "rank-one", "feature" or "none".
@@ -101,17 +102,22 @@ class RouterConfig:
         parts = {name: getattr(self, name) for name in (*HEADS, "mixer")}
         if all(part is None for part in parts.values()):
             return
+        if parts["mixer"] is not None and not takes_logits(parts["mixer"], self.num_streams):
+            if parts["res"] is not None:
+                name = Choice.of(parts["mixer"]).name
+                raise ValueError(f"res is {parts['res']!r}; the {name} mixer takes no logits, so expected None")
+            del parts["res"]
         if missing := [name for name, part in parts.items() if part is None]:
             raise ValueError(f"{', '.join(missing)} missing: give pre, res, post and mixer, or none of them (residual)")
         mixer = _complete(Mixer.named(Choice.of(parts["mixer"]).name), Choice.of(parts["mixer"]))
         object.__setattr__(self, "mixer", mixer)
-        for head in HEADS:
+        for head in self.heads:
             object.__setattr__(self, head, self._resolved(head, Choice.of(parts[head])))
         if Mixer.named(mixer.name).refusal(self.num_streams) is None:
             # Building without memory finds every bad option now, not in the middle of a model.
             with torch.device("meta"):
                 self.build_mixer()
-                for head in HEADS:
+                for head in self.heads:
                     self.build_generator(head)
 
     def _resolved(self, head: str, choice: Choice) -> Choice:
@@ -126,6 +132,11 @@ class RouterConfig:
     def is_residual(self) -> bool:
         """Whether this is the plain residual x + f(x), without parameters."""
         return self.mixer is None or self.num_streams == 1
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The heads that have a generator: not `res` if the mixer takes no logits, and none for the residual preset."""
+        return tuple(head for head in HEADS if getattr(self, head) is not None)
 
     def modes(self, head: str) -> tuple[Modes, Modes]:
         """The input and output modes of one head's generator."""
@@ -179,6 +190,11 @@ def _complete(component: type[Registered], choice: Choice) -> Choice:
     return Choice(choice.name, **{**known, **choice.options})
 
 
+def takes_logits(mixer: Choice | str | Mapping[str, Any], num_streams: int) -> bool:
+    """Whether `res` needs a generator with this mixer."""
+    return math.prod(Mixer.named(Choice.of(mixer).name).logit_shape_for(num_streams)) > 0
+
+
 def option_defaults(component: type[Registered]) -> dict[str, Any]:
     """The options of a generator or mixer, its keyword-only arguments, with their defaults."""
     parameters = inspect.signature(component).parameters.values()
@@ -193,7 +209,7 @@ def parameter_shapes(config: RouterConfig) -> tuple[Shapes, Shapes]:
         return trained, frozen
     for name, shape in gain_shapes(config.gain, config.num_streams, config.dim).items():
         trained[f"norm.{name}"] = shape
-    for head in HEADS:
+    for head in config.heads:
         generator, in_modes, out_modes, options = config.generator(head)
         trained[f"{head}.gate"] = ()
         trained[f"{head}.bias"] = out_modes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from temper.config import HEADS, RouterConfig, count_parameters
+from temper.config import RouterConfig, count_parameters
 from temper.gates import Gates
 from temper.mixers import Mixer
 
@@ -56,7 +56,7 @@ def cost(config: RouterConfig, tokens: int, *, dtype: torch.dtype = torch.float3
     assert config.mixer is not None
     mixer, options = Mixer.named(config.mixer.name), config.mixer.options
     fold, rows, out_entries, logits = 0, 0, 0, 0
-    for head in HEADS:
+    for head in config.heads:
         generator, in_modes, out_modes, generator_options = config.generator(head)
         bottleneck = generator.bottleneck(in_modes, out_modes, **generator_options)
         fold += generator.fold_flops(in_modes, out_modes, **generator_options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from temper.config import HEADS, Choice, RouterConfig, option_defaults
+from temper.config import HEADS, Choice, RouterConfig, option_defaults, takes_logits
 from temper.generators import Generator
 from temper.mixers import Mixer
 from temper.registry import unknown
@@ -20,6 +20,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gain": "feature",
     },
     "mhc": {"generator": "dense", "mixer": "sinkhorn"},
+    "mhc-identity": {"generator": "dense", "mixer": "identity"},
     "mhc-lite": {"generator": "dense", "mixer": "birkhoff"},
     "kromhc": {"generator": "dense", "mixer": "kronecker"},
     "temper-cp": {"generator": "cp", "mixer": "sinkhorn"},
@@ -61,6 +62,9 @@ def preset(name: str, *, num_streams: int, dim: int, **overrides: Any) -> Router
         # Checked as given, then one: the streams of a residual network would only be copies.
         RouterConfig(num_streams=num_streams, dim=dim, **values)
         return RouterConfig(num_streams=1, dim=dim, **values)
+    if parts["mixer"] is not None and not takes_logits(parts["mixer"], num_streams):
+        # A generator that was not asked for by name has nothing to generate.
+        parts["res"] = overrides.get("res")
     choices: dict[str, Any] = {key: Choice.of(part) for key, part in parts.items() if part is not None}
     for option, value in options.items():
         takers = {key for key, choice in choices.items() if option in option_defaults(_component(key, choice))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from temper.config import HEADS, Choice, RouterConfig, option_defaults
 from temper.gates import Gates
 from temper.generators import Generator
+from temper.generators.base import Modes
 from temper.norm import GAINS, StreamNorm
 from temper.ops import autograd, backend, naive
-from temper.ops.plan import Fold, Plan
+from temper.ops.plan import Fold, Form, Plan
 from temper.precision import no_autocast, widen
 from temper.routing import Routing
 
@@ -43,6 +44,59 @@ class Head(nn.Module):
     def forward(self, bottleneck: Tensor, out_map: Tensor, gates: Gates) -> Tensor:
         dynamic = gates.squash(torch.tensordot(bottleneck, out_map, dims=1))
         return self.gate.to(dynamic.dtype) * dynamic + self.bias.to(dynamic.dtype)
+
+
+class NoLogits(Generator):
+    """The generator of a head without logits: W of shape (N, D, 0)."""
+
+    name = "none"
+    direct = True
+    weight: Tensor
+
+    def __init__(self, in_modes: Modes) -> None:
+        super().__init__(in_modes, (0,))
+        # Nothing to save: it is here for its dtype and device.
+        self.register_buffer("weight", torch.empty(*in_modes, 0), persistent=False)
+
+    @classmethod
+    def check_modes(cls, in_modes: Sequence[int], out_modes: Sequence[int]) -> tuple[Modes, Modes]:
+        return tuple(in_modes), tuple(out_modes)
+
+    @classmethod
+    def bottleneck(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> int:
+        return 0
+
+    def reset_parameters(self) -> None:
+        pass
+
+    def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        weight = self.weight.to(dtype=dtype)
+        return weight.movedim(-1, 0), weight.new_empty(0, 0)
+
+    def native(self) -> Form:
+        return Form("dense")
+
+    def stored(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+
+class NoHead(Head):
+    """`res` of a mixer that takes no logits: a head without parameters."""
+
+    def __init__(self, in_modes: Modes) -> None:
+        nn.Module.__init__(self)
+        self.generator = NoLogits(in_modes)
+
+    @property
+    def gate(self) -> Tensor:  # type: ignore[override]
+        return self.generator.stored()[0].new_ones(())
+
+    @property
+    def bias(self) -> Tensor:  # type: ignore[override]
+        return self.generator.stored()[0].new_empty(0)
+
+    def start_at(self, initial_bias: Tensor) -> None:
+        pass
 
 
 class StateDictError(ValueError, RuntimeError):
@@ -79,7 +133,10 @@ class Router(nn.Module):
             eps=config.norm_eps,
             clamp=config.norm_clamp,
         )
-        self.pre, self.res, self.post = (Head(config.build_generator(head)) for head in HEADS)
+        self.pre, self.res, self.post = (
+            Head(config.build_generator(head)) if head in config.heads else NoHead(config.modes(head)[0])
+            for head in HEADS
+        )
         self.plan = self._make_plan()
         self._start()
 
@@ -88,9 +145,12 @@ class Router(nn.Module):
         if not self.gates.fast or config.norm != "flat":
             return None
         rows = []
-        for head in HEADS:
-            generator, in_modes, out_modes, options = config.generator(head)
-            rows.append(generator.bottleneck(in_modes, out_modes, **options))
+        for name in HEADS:
+            if name in config.heads:
+                generator, in_modes, out_modes, options = config.generator(name)
+                rows.append(generator.bottleneck(in_modes, out_modes, **options))
+            else:
+                rows.append(0)
         pre, res, post = (head.generator.direct for head in (self.pre, self.res, self.post))
         return Plan(
             num_streams=config.num_streams,
@@ -134,7 +194,7 @@ class Router(nn.Module):
         """Puts other generators into the heads named (`res=generator`); all else of the site stays the object it is."""
         changes: dict[str, Any] = {}
         for head, generator in generators.items():
-            if head not in HEADS or self.config.is_residual:
+            if head not in self.config.heads or self.config.is_residual:
                 raise ValueError(f"{self.extra_repr()} has no generator {head!r}")
             modes = (generator.in_modes, generator.out_modes)
             if modes != self.config.modes(head):
@@ -270,7 +330,7 @@ class Router(nn.Module):
         config = self.config
         if config.mixer is None:
             return f"residual, dim={config.dim}"
-        generators = "/".join(getattr(config, head).name for head in HEADS)
+        generators = "/".join(getattr(config, head).name for head in config.heads)
         return (
             f"num_streams={config.num_streams}, dim={config.dim}, generators={generators}, "
             f"mixer={config.mixer.name}, layer_index={self.layer_index}"

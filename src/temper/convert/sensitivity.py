@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from temper.config import HEADS
 from temper.convert.moments import routed_sites
 
 # By site and head: (O, O), the logits of the head in their order.
@@ -26,7 +25,7 @@ def sensitivities(model: nn.Module, losses: Iterable[Tensor]) -> Sensitivities:
         losses: one scalar for every text, made when it is asked for.
     """
     sites = routed_sites(model)
-    keys = [(name, head) for name in sites for head in HEADS]
+    keys = [(name, head) for name, site in sites.items() for head in site.config.heads]
     biases = [getattr(sites[name], head).bias for name, head in keys]
     had = [bias.requires_grad for bias in biases]
     sums, seen = [torch.zeros(bias.numel(), bias.numel(), dtype=torch.float64) for bias in biases], 0

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from temper.config import HEADS
 from temper.connection import HyperConnection
 from temper.convert.moments import Moment, routed_sites
 from temper.convert.sensitivity import Sensitivities
@@ -68,7 +67,7 @@ def targets_of(
         for what, given in (("moments", moments), ("sensitivities", sensitivities)):
             if given is not None and name not in given:
                 raise ValueError(f"{what} has nothing of {name!r}; expected those of this model")
-        for head in HEADS:
+        for head in site.config.heads:
             generator = getattr(site, head).generator
             if isinstance(generator, PerStream):
                 raise ValueError(

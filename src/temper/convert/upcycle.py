@@ -126,7 +126,7 @@ def grow(site: HyperConnection, num_streams: int, *, spread: float = 2**-10) -> 
             "post": site.post.bias.repeat(copies) + apart,
         }
         state: dict[str, Tensor] = {}
-        for name in HEADS:
+        for name in config.heads:
             head = getattr(site, name)
             # Copies speak together with the voice of one.
             stretched = head.generator.stretched([repeat / copies, None, *maps[name]])

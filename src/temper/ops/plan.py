@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 # The mixers of the native kernels, in the order of their codes.
-KINDS = ("copy", "sinkhorn", "guarded", "newton", "permutations")
+KINDS = ("copy", "sinkhorn", "guarded", "newton", "permutations", "identity")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from temper.config import HEADS
 from temper.connection import HyperConnection
@@ -126,7 +127,8 @@ def _routing_bounds(first: View, second: View, logits: dict[str, Tensor]) -> dic
     for view in (first, second):
         parts += [view.logits["res"].unflatten(-1, mixer.logit_shape), view.res]
     # An entry of res follows from sums of N logits, each known to its own rounding.
-    largest = 2 + first.logits["res"].abs().amax(-1) + second.logits["res"].abs().amax(-1)
+    # Padded with a zero, for a mixer may take no logits.
+    largest = 2 + sum(pad(view.logits["res"].abs(), (0, 1)).amax(-1) for view in (first, second))
     res = mixer.lipschitz() * logits["res"] + mixer.slack(*parts) + rounding * num_streams**1.5 * largest
     return {"pre": pre * logits["pre"] + rounding, "res": res, "post": post * logits["post"] + rounding}
 

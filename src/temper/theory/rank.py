@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from temper.config import HEADS
 from temper.connection import HyperConnection
 from temper.generators import Generator
 
@@ -51,7 +50,7 @@ def site_spectrum(site: HyperConnection) -> Spectrum:
     """Of the in_maps of pre, res and post together, each scaled to norm one: what a site can see at all."""
     if site.config.is_residual:
         raise ValueError("a residual site routes nothing: it has no maps")
-    generators = [getattr(site, head).generator for head in HEADS]
+    generators = [getattr(site, head).generator for head in site.config.heads]
     with torch.no_grad():
         maps = [generator.maps(torch.float64)[0].flatten(1) for generator in generators]
         # A head with small weights sees as much as one with large ones.

@@ -24,6 +24,8 @@ def local_lipschitz(mixer: Mixer, logits: Tensor) -> Tensor:
         raise ValueError("logits have values that are not finite")
     lead = logits.shape[: logits.ndim - len(shape)]
     tokens = logits.detach().double().reshape(math.prod(lead), *shape)
+    if not math.prod(shape):
+        return tokens.new_zeros(lead)
     size = max(1, CHUNK // (mixer.num_streams**2 * math.prod(shape)))
     norms = [torch.linalg.matrix_norm(_jacobian(mixer, part), ord=2) for part in tokens.split(size) if len(part)]
     return torch.cat(norms).view(lead) if norms else tokens.new_empty(lead)

@@ -37,7 +37,7 @@ class View:
             self.dynamic[name] = self.hat.flatten(-2) @ in_map.flatten(1).T @ out_map.flatten(1)
             self.logits[name] = head.gate * site.gates.squash(self.dynamic[name]) + head.bias.flatten()
             # A sum of N D products loses at most N D units of their absolute values.
-            self.rounding[name] = in_map[0].numel() * EPS * norm(self.hat, 2) * in_map.norm() * out_map.norm()
+            self.rounding[name] = in_map.shape[1:].numel() * EPS * norm(self.hat, 2) * in_map.norm() * out_map.norm()
         pre, self.res, post = site.route(streams)
         self.weights = {"pre": pre, "res": self.res.flatten(-2), "post": post}
 

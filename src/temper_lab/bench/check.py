@@ -45,7 +45,8 @@ def scatter(site: nn.Module) -> None:
     """Random values for every parameter, with logits of size 1: at the initial ones most gradients nearly vanish."""
     for parameter in site.norm.parameters():
         parameter.normal_(1.0, 0.1)
-    for head in (site.pre, site.res, site.post):
+    for name in site.config.heads:
+        head = getattr(site, name)
         for parameter in head.generator.parameters():
             parameter.normal_()
         size = head.generator.to_dense().norm() / math.sqrt(math.prod(head.generator.out_modes))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 import temper
-from temper.config import HEADS, RouterConfig
+from temper.config import RouterConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -126,7 +126,7 @@ def _table(counts: dict[str, dict[str, dict[str, int] | None]], streams: list[in
             table.add_column(name, justify="right", no_wrap=True)
     for label, rows in counts.items():
         config = temper.preset(label.split("@")[0], num_streams=streams[0], dim=dim)
-        heads = {getattr(config, head).name for head in HEADS} if config.mixer else set()
+        heads = {getattr(config, head).name for head in config.heads}
         cells = [label, " + ".join(sorted(heads)) or "-", config.mixer.name if config.mixer else "-"]
         for n in streams:
             row, mhc = rows[str(n)], counts["mhc"][str(n)]

@@ -10,6 +10,7 @@ from temper_lab.figures import check_target, save
 STYLES = {
     "hc": ("#9e9e9e", ":"),
     "mhc": ("#424242", "-"),
+    "mhc-identity": ("#bdbdbd", "--"),
     "mhc-lite": ("#757575", "--"),
     "kromhc": ("#616161", "-."),
     "temper-cp": ("#1565c0", "-"),

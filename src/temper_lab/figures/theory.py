@@ -42,7 +42,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     _mixer(mixer, sites)
     for axes in (logits, routing, block, depth, mixer):
         _name_sites(axes, sites)
-    against = report["against"] or " / ".join(dict.fromkeys(site["heads"]["res"]["against"] for site in sites))
+    against = report["against"] or " / ".join(dict.fromkeys(_widest(site)["against"] for site in sites))
     figure.suptitle(
         f"{report['model']} against {against}: N = {report['streams']}, D = {report['width']}, "
         f"{report['tokens']:,} tokens. Dashed: bound. Solid: measured, largest token.",
@@ -77,8 +77,8 @@ def _spectra(axes: Axes, sites: list[dict[str, Any]]) -> None:
     """Singular values of every in_map, the largest at one; later sites are darker."""
     for index, site in enumerate(sites):
         shade = 0.25 + 0.75 * (index + 1) / len(sites)
-        for head in HEADS:
-            values = [value for value in site["heads"][head]["routing"]["values"] if value > 0]
+        for head, found in site["heads"].items():
+            values = [value for value in found["routing"]["values"] if value > 0]
             label = head if index == len(sites) - 1 else None
             shares = [value / values[0] for value in values]
             axes.plot(range(1, len(values) + 1), shares, color=COLORS[head], alpha=shade, marker=".", lw=1, label=label)
@@ -87,11 +87,16 @@ def _spectra(axes: Axes, sites: list[dict[str, Any]]) -> None:
     axes.set_ylim(bottom=FAINTEST, top=2)
     axes.set_xlabel("singular value (later sites are darker)")
     axes.set_xscale("log", base=2)
-    most = max(len(site["heads"]["res"]["routing"]["values"]) for site in sites)
+    most = max(len(_widest(site)["routing"]["values"]) for site in sites)
     ticks = [2**k for k in range(most.bit_length())]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlim(0.9, 1.1 * most)
     _finish(axes, "What the logits see: spectra of the maps", "share of the largest")
+
+
+def _widest(site: dict[str, Any]) -> dict[str, Any]:
+    """The head of res, or of pre where the mixer takes no logits."""
+    return site["heads"].get("res", site["heads"]["pre"])
 
 
 def _mixer(axes: Axes, sites: list[dict[str, Any]]) -> None:
@@ -99,7 +104,7 @@ def _mixer(axes: Axes, sites: list[dict[str, Any]]) -> None:
     axes.axhline(mixers[0]["constant"], ls="--", color=COLORS["res"], label=f"proved: {mixers[0]['constant']:.3g}")
     axes.plot(places, [m["slope_max"] for m in mixers], "o-", color=COLORS["res"], markersize=4, label="largest")
     axes.plot(places, [m["slope_mean"] for m in mixers], "o:", color=COLORS["res"], markersize=4, label="mean")
-    axes.set_ylim(0, 1.15 * max(mixers[0]["constant"], *(m["slope_max"] for m in mixers)))
+    axes.set_ylim(0, 1.15 * max(mixers[0]["constant"], *(m["slope_max"] for m in mixers)) or 1)
     _finish(axes, f"Slope of the {mixers[0]['name']} mixer on these logits", "largest singular value")
 
 

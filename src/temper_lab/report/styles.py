@@ -49,6 +49,7 @@ STYLES = {
     "residual": Style("#808080", "dash", "x"),
     "hc": Style("#7c9fd6", "dot", "triangle-down"),
     "mhc": Style("#2a6fc9", "solid", "square"),
+    "mhc-identity": Style("#6f6fb5", "dot", "x"),
     "mhc-lite": Style("#5aa2e6", "dashdot", "diamond"),
     "kromhc": Style("#2b93b8", "dash", "triangle-up"),
     "temper-cp": Style("#e8871e", "solid", "circle"),

@@ -7,7 +7,6 @@ import copy
 import torch
 
 import temper
-from temper.config import HEADS
 from temper.generators import Generator
 from temper.generators.base import Rank
 from temper_lab.model import GPT
@@ -34,7 +33,7 @@ def neighbour(site: temper.HyperConnection, to: str | None = None, rank: Rank = 
     are one, the stored tensors move by 1%.
     """
     other = copy.deepcopy(site)
-    other.set_generators(**{head: _compressed(getattr(site, head).generator, to, rank) for head in HEADS})
+    other.set_generators(**{head: _compressed(getattr(site, head).generator, to, rank) for head in site.config.heads})
     return other
 
 

@@ -52,14 +52,15 @@ def _ranks(report: dict[str, Any]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for site in report["sites"]:
         heads = site["heads"]
-        kinds = " / ".join(dict.fromkeys(heads[head]["generator"] for head in HEADS))
-        spectra = [*(heads[head]["compression"] for head in HEADS), site["together"]]
-        table.add_row(site["site"], kinds, *(f"{found['rank']} ({found['nullity']})" for found in spectra))
+        kinds = " / ".join(dict.fromkeys(head["generator"] for head in heads.values()))
+        spectra = [*(heads[head]["compression"] if head in heads else None for head in HEADS), site["together"]]
+        cells = (f"{found['rank']} ({found['nullity']})" if found else "-" for found in spectra)
+        table.add_row(site["site"], kinds, *cells)
     return table
 
 
 def _bounds(report: dict[str, Any]) -> Table:
-    kinds = dict.fromkeys(site["heads"][head]["against"] for site in report["sites"] for head in HEADS)
+    kinds = dict.fromkeys(head["against"] for site in report["sites"] for head in site["heads"].values())
     table = _table(
         f"Against {' / '.join(kinds)}, on {report['tokens']:,} tokens; loose is bound / measured where it is least"
     )
@@ -68,10 +69,10 @@ def _bounds(report: dict[str, Any]) -> Table:
     for name in [*names, "block\nmeasured", "bound", "loose", "L_f", "mixer\nslope"]:
         table.add_column(name, justify="right", no_wrap=True)
     for site in report["sites"]:
-        found, block = site["deviation"], site["deviation"]["block"]
+        heads, found, block = site["heads"], site["deviation"], site["deviation"]["block"]
         table.add_row(
             site["site"],
-            "  ".join(f"{site['heads'][head]['relative_error']:.2f}" for head in HEADS),
+            "  ".join(f"{heads[head]['relative_error']:.2f}" if head in heads else "-" for head in HEADS),
             "  ".join(_loose(found["logits"][head]) for head in HEADS),
             "  ".join(_loose(found["routing"][head]) for head in HEADS),
             f"{block['measured_max']:.3g}",

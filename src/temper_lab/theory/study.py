@@ -14,7 +14,6 @@ from torch import Tensor
 
 import temper
 from temper import theory
-from temper.config import HEADS
 from temper.mixers.sinkhorn import Sinkhorn
 from temper_lab.model import GPT
 from temper_lab.model.functional import rms_norm
@@ -88,7 +87,9 @@ def _steps(network: GPT, other: GPT, rotation: tuple[Tensor, Tensor]) -> Iterato
 def _ranks(site: temper.HyperConnection, other: temper.HyperConnection) -> dict[str, Any]:
     """As they are stored: the rounding of float32 weights decides what counts as zero."""
     return {
-        "heads": {head: _head(getattr(site, head).generator, getattr(other, head).generator) for head in HEADS},
+        "heads": {
+            head: _head(getattr(site, head).generator, getattr(other, head).generator) for head in site.config.heads
+        },
         "together": asdict(theory.site_spectrum(site)),
     }
 

@@ -650,6 +650,23 @@ class Copy final : public Mixer<Real> {
     Index entries;
 };
 
+// No logits: streams keep to themselves.
+template <class Real>
+class Identity final : public Mixer<Real> {
+    using V = Pack<Real>;
+
+   public:
+    Identity(const Plan& plan) : n(plan.streams) {}
+    void forward(const V*, V* res) override {
+        for (Index m = 0; m < n; ++m)
+            for (Index k = 0; k < n; ++k) res[m * n + k] = same<V>(m == k);
+    }
+    void backward(const V*, const V*, const V*, V*) override {}
+
+   private:
+    Index n;
+};
+
 template <class Real>
 std::unique_ptr<Mixer<Real>> make_mixer(const Plan& plan) {
     switch (plan.mixer) {
@@ -662,6 +679,7 @@ std::unique_ptr<Mixer<Real>> make_mixer(const Plan& plan) {
         case GUARDED: return std::make_unique<Guarded<Real>>(plan);
         case NEWTON: return std::make_unique<Newton<Real>>(plan);
         case PERMUTATIONS: return std::make_unique<Permutations<Real>>(plan);
+        case IDENTITY: return std::make_unique<Identity<Real>>(plan);
         default: return std::make_unique<Copy<Real>>(plan);
     }
 }

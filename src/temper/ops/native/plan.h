@@ -7,7 +7,7 @@ namespace temper {
 
 constexpr int MAX_STREAMS = 64;
 
-enum MixerCode : std::int64_t { COPY, SINKHORN, GUARDED, NEWTON, PERMUTATIONS };
+enum MixerCode : std::int64_t { COPY, SINKHORN, GUARDED, NEWTON, PERMUTATIONS, IDENTITY };
 
 struct Plan {
     std::int64_t streams, dim;

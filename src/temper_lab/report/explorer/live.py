@@ -20,7 +20,7 @@ from temper_lab.report.explorer.trace import Trace, trace
 from temper_lab.tokenizer import Tokenizer
 
 # What engine.js can compute.
-MIXERS = ("birkhoff", "kronecker", "sinkhorn", "unconstrained")
+MIXERS = ("birkhoff", "identity", "kronecker", "sinkhorn", "unconstrained")
 GATES = ("sigmoid", "tanh")
 # How far the numbers of the traced texts may move where weights are shortened: a tenth of what could be seen (1e-3),
 # because other texts will be typed.

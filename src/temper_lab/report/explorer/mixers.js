@@ -2,6 +2,8 @@
 const MIXERS = {
   unconstrained: (logits) => Float64Array.from(logits),
 
+  identity: (_, n) => Float64Array.from({ length: n * n }, (_, index) => (index % (n + 1) === 0 ? 1 : 0)),
+
   birkhoff: (logits, n) => permutationMixture(logits, n),
 
   // The innermost factor first; sizes are the prime factors of n.
