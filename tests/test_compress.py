@@ -50,10 +50,10 @@ def seen_by(model, x):
 
 
 def dense(site):
-    return {head: getattr(site, head).generator.to_dense().detach() for head in HEADS}
+    return {head: getattr(site, head).generator.to_dense().detach() for head in site.config.heads}
 
 
-FROM = ["mhc", "kromhc", "mhc-lite", "temper-tucker", "temper-cp", "temper-tt"]
+FROM = ["mhc", "mhc-identity", "kromhc", "mhc-lite", "temper-tucker", "temper-cp", "temper-tt"]
 
 
 @pytest.mark.parametrize(("preset", "to"), [*((one, "tucker") for one in FROM), ("mhc", "cp"), ("mhc", "tt")])
@@ -63,7 +63,7 @@ def test_full_rank_changes_nothing(preset, to):
     # CP is exact from prod(modes) / max(modes) on; of TT no rank is the full one for all heads.
     full = {"tucker": {"rank": (N, D)}, "cp": {"rank": 8}, "tt": {"error": 1e-12}}
     compress(model, to, **full[to], moments=seen_by(model, x))
-    assert all(getattr(site.config, head).name == to for site in model.sites for head in HEADS)
+    assert all(getattr(site.config, head).name == to for site in model.sites for head in site.config.heads)
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
 
 

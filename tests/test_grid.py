@@ -304,6 +304,26 @@ def test_sinkhorn_options_reach_the_mixer_of_a_site(options):
     assert_matches_reference(site(config), *inputs(4))
 
 
+@pytest.mark.parametrize("num_streams", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_identity_mixer_adds_what_is_written_and_nothing_else(num_streams, dtype):
+    hc = site(temper.preset("mhc-identity", num_streams=num_streams, dim=D), dtype)
+    streams, y = inputs(num_streams, dtype=dtype)
+    assert torch.equal(hc.route(streams).res, torch.eye(num_streams, dtype=dtype).expand(2, 3, -1, -1))
+    post = hc.route_wide(streams).post.unsqueeze(-1)
+    out = hc.finish(hc.begin(streams)[1], y)
+    wide = streams.to(post.dtype) + post * y.to(post.dtype).unsqueeze(-2)
+    # One product and one sum: at most one rounding is left to choice.
+    torch.testing.assert_close(out, wide.to(dtype), rtol=torch.finfo(dtype).eps, atol=torch.finfo(post.dtype).eps)
+    # Through the streams alone a gradient comes back as it came, to all of them.
+    grad = normal(*out.shape, seed=3).to(dtype)
+    with torch.no_grad():
+        for head in () if num_streams == 1 else (hc.pre, hc.post):
+            head.generator.silence()
+    out = hc.finish(hc.begin(streams)[1], y)
+    assert torch.equal(torch.autograd.grad(out, streams, grad)[0], grad)
+
+
 PRESETS = [name for name in sorted(temper.PRESETS) if name != "residual"]
 
 

@@ -114,7 +114,7 @@ def test_half_precision_streams(preset, dtype, cast_module):
         assert parameter.grad.isfinite().all(), name
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [mixer for mixer in MIXERS if mixer != "identity"])
 @pytest.mark.parametrize("num_streams", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1e2, 1e4])
@@ -288,7 +288,7 @@ def test_initial_gates_gain_and_biases_of_reading_and_writing(build, preset, num
     state = hc.state_dict()
     bias = torch.full((num_streams,), -1.0)
     bias[layer_index % num_streams] = 1.0
-    for head in reference.HEADS:
+    for head in hc.config.heads:
         assert torch.equal(state[f"{head}.gate"], torch.tensor(0.01))
     assert torch.equal(state["pre.bias"], bias)
     assert torch.equal(state["post.bias"], bias)

@@ -325,7 +325,7 @@ def test_a_bad_token_is_bad_alone(dtype, mixer, value):
 @pytest.mark.parametrize("mixer", cases.MIXERS)
 def test_a_token_does_not_depend_on_its_neighbours(mixer):
     """Each with a size of logits of its own: some take the way of logarithms, some converge at once, some never."""
-    # The kernel takes three rows at a time. A row left over is summed in another order for one token than for four.
+    # The kernel takes three rows at a time; a single row left over is rounded differently for one token than for four.
     case = cases.make(mixer, 4, 9, 24, dtype=torch.float32, rank=3)
     case.fold.in_map[:] *= 10
     case.streams[5] *= 0

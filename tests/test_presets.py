@@ -39,6 +39,22 @@ def test_the_counts_of_the_paper_as_formulas(num_streams):
     assert temper.count_parameters(mhc) - shared == d * (n**3 + 2 * n**2)
 
 
+def test_the_identity_mixer_leaves_res_without_parameters():
+    config = temper.preset("mhc-identity", num_streams=4, dim=768)
+    assert (config.res, config.heads) == (None, ("pre", "post"))
+    assert temper.count_parameters(config) == 768 * 4 + 2 * (768 * 4 * 4 + 4 + 1) == 27_658
+    assert temper.RouterConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    # In any preset, whatever it says of res; only a generator that is asked for by name is too much.
+    assert temper.preset("mhc", num_streams=4, dim=768, mixer="identity") == config
+    assert temper.preset("temper-tucker-res", num_streams=4, dim=768, mixer="identity") == config
+    assert temper.preset("mhc-identity", num_streams=4, dim=768, generator="cp", rank=3).pre.options["rank"] == 3
+    with pytest.raises(ValueError, match="res is 'cp'; the identity mixer takes no logits, so expected None"):
+        temper.preset("mhc-identity", num_streams=4, dim=768, res="cp")
+    assert temper.preset("mhc-identity", num_streams=4, dim=768, mixer="sinkhorn").heads == ("pre", "res", "post")
+    with pytest.raises(ValueError, match="has no generator 'res'"):
+        temper.HyperConnection(config).set_generators(res=temper.Generator.named("dense")((4, 768), (4,)))
+
+
 def ranks(name, num_streams, dim=768):
     config = temper.preset(name, num_streams=num_streams, dim=dim)
     return [getattr(config, head).options.get("rank") for head in ("pre", "res", "post")]

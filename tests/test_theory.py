@@ -15,7 +15,7 @@ from temper.generators import Generator
 from temper.mixers import Mixer
 
 GENERATORS = ("dense", "cp", "tucker", "tt")
-MIXERS = ("unconstrained", "sinkhorn", "birkhoff", "kronecker")
+MIXERS = ("unconstrained", "identity", "sinkhorn", "birkhoff", "kronecker")
 N, D = 3, 5
 
 
@@ -195,13 +195,15 @@ class TestBounds:
         config = temper.preset("mhc", num_streams=N, dim=D, generator=generator, mixer=mixer)
         other = temper.HyperConnection(config).double()
         state = {key: value for key, value in dense.state_dict().items() if ".generator." not in key}
-        for head in ("pre", "res", "post"):
+        for head in config.heads:
             near = Generator.named(generator).from_dense(getattr(dense, head).generator.weight.detach())
             state |= {f"{head}.generator.{key}": value for key, value in near.state_dict().items()}
         other.load_state_dict(state)
         found = theory.deviation(dense, other, normal(2, 3, N, D), BRANCHES["tokenwise"])
         assert found.exceeded == []
-        assert (found.block.measured_max > 1e-3) == (generator != "dense")
+        # At these sizes TT's default ranks are the full ones for all but res.
+        exact = generator == "dense" or (generator, mixer) == ("tt", "identity")
+        assert (found.block.measured_max > 1e-3) != exact
 
     def test_measured_is_what_the_public_operations_give(self):
         """Every number again, token by token, from the paper's formulas."""
@@ -420,7 +422,7 @@ class TestSmoothness:
         found = theory.local_lipschitz(mixer, torch.cat([random, steepest(mixer, seed=num_streams)]))
         assert found.max() <= mixer.lipschitz() * (1 + 1e-9)
         # Going uphill comes near, so the constant says something.
-        assert found.max() > 0.9 * mixer.lipschitz()
+        assert found.max() >= 0.9 * mixer.lipschitz()
 
     @pytest.mark.parametrize("num_streams", [2, 3, 4, 6])
     @pytest.mark.parametrize("name", MIXERS)

@@ -357,7 +357,7 @@ def test_a_phone_has_no_sideways_scroll_and_the_dark_is_dark(browser, opened, da
 def test_short_weights_are_near_and_a_model_that_does_not_fit_says_what_to_do(browser, models, tmp_path):
     indices = [IDS.index(name) for name in ("kromhc-4", "mhc-4")]
     subjects = [Subject(models[index][0], IDS[index]) for index in indices]
-    tab, _ = build(subjects, [TEXT], live_megabytes=0.6)
+    tab, _ = build(subjects, [TEXT], live_megabytes=0.4)
     (tmp_path / "small.html").write_text(page("Routing", [tab]), encoding="utf-8")
     browser.open(tmp_path / "small.html")
     settled(browser, 0, TEXT)

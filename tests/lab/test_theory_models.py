@@ -123,7 +123,9 @@ class TestStudy:
         assert whole["loss_against"] == pytest.approx(other.loss(ids, targets).item(), rel=1e-5)
         assert next(model.parameters()).dtype == torch.float32
 
-    @pytest.mark.parametrize("preset", ["temper-cp", "temper-tucker", "temper-tt", "kromhc", "mhc-lite", "hc"])
+    @pytest.mark.parametrize(
+        "preset", ["temper-cp", "temper-tucker", "temper-tt", "kromhc", "mhc-lite", "hc", "mhc-identity"]
+    )
     def test_every_method(self, preset, tokenizer):
         model = network_of(preset, tokenizer, num_streams=3)
         report = study(model, with_neighbours(model), *rows(model))
@@ -132,7 +134,7 @@ class TestStudy:
         assert site["deviation"]["block"]["measured_max"] > 0
         assert site["mixer"]["slope_max"] <= site["mixer"]["constant"] * (1 + 1e-9)
         inputs = 3 * model.config.dim
-        for head in ("pre", "res", "post"):
+        for head in model.config.routing().heads:
             found = site["heads"][head]["compression"]
             assert found["rank"] + found["nullity"] == inputs
         if preset == "temper-tucker":
