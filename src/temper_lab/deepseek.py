@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from temper import HyperConnection, RouterConfig
 from temper.convert import export_foreign, load_foreign
-from temper_lab.checkpoint.files import (
+from temper_lab.distributed import check_fit
+from temper_lab.io import (
+    atomic_dir,
     check_finite,
     read_json,
     read_tensors,
-    whole_folder,
     write_json,
     write_tensors,
 )
-from temper_lab.distributed import check_fit
 
 if TYPE_CHECKING:
     from transformers import DeepseekV4Config, PreTrainedModel
@@ -109,7 +109,7 @@ def save(
         raise ValueError(f"{folder} is not empty; expected a new folder")
     tensors = model.state_dict()
     check_finite(tensors, "the model")
-    with whole_folder(folder) as work:
+    with atomic_dir(folder) as work:
         model.config.save_pretrained(work)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(work)

@@ -8,6 +8,7 @@ import torch
 
 from temper_lab import checkpoint
 from temper_lab.distributed import check_fit
+from temper_lab.io import ATTEMPTS, read_dir
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.run import RunFolder
 from temper_lab.tokenizer import Tokenizer
@@ -24,17 +25,34 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, 
 
 
 def _from_folder(path: Path, device: torch.device | str) -> tuple[GPT, Tokenizer]:
+    folder, tokenizer = read_dir(path, _read_folder)
+    return _build(path, folder.config, folder.tensors, tokenizer, device)
+
+
+def _read_folder(path: Path) -> tuple[checkpoint.ModelFolder, Tokenizer]:
     folder = checkpoint.load_model(path)
-    return _build(path, folder.config, folder.tensors, Tokenizer.load(folder.file()), device)
+    return folder, Tokenizer.load(folder.file())
 
 
 def _from_checkpoint(run: RunFolder, device: torch.device | str) -> tuple[GPT, Tokenizer]:
-    found, skipped = checkpoint.latest(run.checkpoints)
-    if found is None:
-        raise ValueError("; ".join([f"the run {run.path} has no model and no complete checkpoint yet", *skipped]))
+    found, tensors = _newest(run)
     tokenizer = Tokenizer.load(run.path)
     config = {**run.read()["recipe"]["model"], "vocab_size": tokenizer.vocab_size}
-    return _build(found.path, config, found.model(), tokenizer, device)
+    return _build(found.path, config, tensors, tokenizer, device)
+
+
+def _newest(run: RunFolder) -> tuple[checkpoint.Checkpoint, dict[str, torch.Tensor]]:
+    for _ in range(ATTEMPTS):
+        found, skipped = checkpoint.latest(run.checkpoints)
+        if found is None:
+            raise ValueError("; ".join([f"the run {run.path} has no model and no complete checkpoint yet", *skipped]))
+        try:
+            return found, found.model()
+        except (ValueError, OSError):
+            # The run has pruned it meanwhile, and has a newer one.
+            if found.path.exists():
+                raise
+    raise ValueError(f"the checkpoints of {run.path} are replaced faster than they can be read")
 
 
 def _build(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import sync
+from temper_lab.io import atomic_write, open_new
 
 
 class Lines:
@@ -17,11 +17,12 @@ class Lines:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         _rewrite(path, [line for line in read(path) if line["step"] <= step])
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        # Open as long as the run.
+        self._file = open_new(path)
 
     def write(self, line: Mapping[str, Any]) -> None:
         # Numbers in full, so that equal files mean equal runs.
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -50,11 +51,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)
+    atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 class TensorBoard:

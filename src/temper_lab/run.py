@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import platform
 import shlex
 import time
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from temper_lab import metrics
-from temper_lab.checkpoint.files import dumps, read_json, sync
+from temper_lab.io import atomic_write, dumps, is_locked, locked, read_json
 
 FORMAT = "temper-run-1"
 FILE_NAME = "run.json"
@@ -55,23 +53,13 @@ class RunFolder:
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Only one process writes to a run. The claim ends with the process, however that ends."""
-        with open(self.path / ".lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ValueError(f"another process is training in {self.path}") from error
+        with locked(self.path / ".lock") as is_mine:
+            if not is_mine:
+                raise ValueError(f"another process is training in {self.path}")
             yield
 
     def is_claimed(self) -> bool:
-        try:
-            with open(self.path / ".lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            # No lock, or nothing that could hold one.
-            return False
-        return False
+        return is_locked(self.path / ".lock")
 
     def read(self) -> dict[str, Any]:
         """What `run.json` says, or a ValueError."""
@@ -83,11 +71,7 @@ class RunFolder:
     def write(self, **changes: Any) -> None:
         """Changes some entries of `run.json`, which is never there in part."""
         content = self.read() if self.is_run else {"format": FORMAT}
-        temporary = self.path / f".{FILE_NAME}.tmp"
-        temporary.write_text(dumps(FILE_NAME, content | changes), encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, self.path / FILE_NAME)
-        sync(self.path)
+        atomic_write(self.path / FILE_NAME, dumps(FILE_NAME, content | changes))
 
     def resume_command(self, num_processes: int = 1) -> str:
         many = f"torchrun --nproc-per-node {num_processes} -m temper_lab"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+
+from temper_lab.io import atomic_write
 
 BOS = "<|bos|>"
 FILE_NAME = "tokenizer.json"
@@ -127,16 +128,8 @@ class Tokenizer:
         """Writes `tokenizer.json`, all of it or nothing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        path, temporary = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}.tmp"
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        atomic_write(folder / FILE_NAME, self.to_json())
+        return folder / FILE_NAME
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import temper
 from temper_lab import checkpoint, metrics, run
-from temper_lab.checkpoint import files
+from temper_lab import io as files
 from temper_lab.cli import main
 from temper_lab.load import load
 from temper_lab.progress import Bar
@@ -154,12 +154,10 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tiny, tmp_path, unbroken
     assert main(command(tiny, out)) == 0
     damaged = out / "checkpoints" / "step-000012" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    (out / "checkpoints" / ".step-000011.tmp-12345678").mkdir()
     capsys.readouterr()
     assert main(command(tiny, out, "--resume")) == 0
     said = capsys.readouterr().err
     assert "step-000012: model.safetensors is truncated" in said
-    assert "step-000011.tmp-12345678: it was not finished" in said
     assert "resumed from" in said
     assert "step-000009" in said
     assert_same_run(out, unbroken)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from temper_lab import metrics
-from temper_lab.checkpoint.files import dumps, read_json, write_whole
 from temper_lab.compare import origin
 from temper_lab.compare.core import read_core
 from temper_lab.compare.counts import counts_of, flops_of
 from temper_lab.compare.runner import Entry
 from temper_lab.compare.study import Study, run_folder
+from temper_lab.io import atomic_write, dumps, read_json
 
 FORMAT = "temper-results-1"
 FILE_NAME = "results.json"
@@ -43,7 +43,7 @@ def gather(study: Study, folder: Path, entries: Iterable[Entry], vocab_size: int
 
 def write(folder: Path, results: Mapping[str, Any]) -> Path:
     path = folder / FILE_NAME
-    write_whole(path, dumps(FILE_NAME, results))
+    atomic_write(path, dumps(FILE_NAME, results))
     return path
 
 

@@ -16,6 +16,7 @@ from temper_lab.compare.runner import Entry, Runner
 from temper_lab.compare.session import Session, is_on_cpu
 from temper_lab.compare.study import FILE_NAME, MACHINE, Study, run_folder
 from temper_lab.compare.view import View
+from temper_lab.io import recover
 from temper_lab.provenance import corpus_of
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
@@ -39,6 +40,7 @@ def compare(study: Study, folder: Path, session: Session) -> int:
         if is_new:
             folder.mkdir(parents=True)
             stack.enter_context(claimed(folder))
+        recover(folder)
         study.write(folder)
         if corpus is not None:
             make_tokenizer(study, folder, corpus)

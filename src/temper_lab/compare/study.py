@@ -11,8 +11,8 @@ from typing import Any
 import temper
 from temper.mixers import Mixer
 from temper.registry import unknown
-from temper_lab.checkpoint.files import dumps, read_json, write_whole
 from temper_lab.compare.method import Method, parse_all
+from temper_lab.io import atomic_write, dumps, read_json
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
 
@@ -198,7 +198,7 @@ class Study:
         }
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / FILE_NAME, dumps(FILE_NAME, self.to_dict()))
+        atomic_write(folder / FILE_NAME, dumps(FILE_NAME, self.to_dict()))
 
     @classmethod
     def read(cls, folder: Path) -> Study | None:

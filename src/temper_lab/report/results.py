@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import read_json
+from temper_lab.io import read_json
 
 FILE_NAME = "results.json"
 FORMAT = "temper-results-1"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from temper_lab import checkpoint
-from temper_lab.checkpoint.files import check_finite, whole_folder
 from temper_lab.eval.models import is_theirs
+from temper_lab.io import atomic_dir, check_finite
 from temper_lab.load import load as load_ours
 from temper_lab.model import GPT
 from temper_lab.tokenizer import FILE_NAME, Tokenizer
@@ -124,7 +124,7 @@ def _theirs(source: Path, out: Path, options: dict[str, Any]) -> Upcycled:
     upcycle_hf(model, **options)
     difference, largest = _compare(logits_BTV, _run(lambda: model(input_ids=ids_BT, use_cache=False).logits))
     check_finite(model.state_dict(), "the model")
-    with whole_folder(out.absolute()) as work:
+    with atomic_dir(out.absolute()) as work:
         model.save_pretrained(work)
         for pattern in TOKENIZER_FILES:
             for path in source.glob(pattern):

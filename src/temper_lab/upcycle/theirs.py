@@ -17,7 +17,7 @@ from torch import Tensor
 
 import temper
 from temper.wrap import SITES
-from temper_lab.checkpoint.files import read_json
+from temper_lab.io import read_json
 from temper_lab.upcycle.layouts import layout_of
 from temper_lab.upcycle.ours import check_streams
 

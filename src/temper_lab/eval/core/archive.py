@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
-import shutil
 import stat
 import tempfile
 import urllib.error
 import urllib.request
-import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from temper_lab.data.sources import DownloadError
+from temper_lab.io import atomic_dir
 
 # The public bundle has some 160 MB packed, and well below these limits unpacked.
 MAX_BYTES, MAX_PACKED_BYTES, MAX_FILES = 2 << 30, 1 << 30, 10_000
@@ -79,18 +77,13 @@ def download(
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"the address is {url!r}; expected http:// or https://")
     folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its final place, so that a rename is all that is left to do.
-    work = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
-    work.mkdir()
-    try:
-        found = _receive(url, work / "bundle.zip", progress)
+    with atomic_dir(folder) as work:
+        # Beside the folder, which gets its name when all of it is there.
+        packed = work.with_name("bundle.zip")
+        found = _receive(url, packed, progress)
         if sha256 is not None and found != sha256.lower():
             raise DownloadError(f"what {url} sent has the SHA-256 {found}, expected {sha256.lower()}")
-        unpack(work / "bundle.zip", work / "unpacked")
-        os.replace(work / "unpacked", folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        unpack(packed, work)
     return found
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import dumps, write_whole
+from temper_lab.io import atomic_write, dumps
 
 FORMAT = "temper-core-1"
 Answers = list[bool | None]
@@ -41,7 +41,7 @@ class Partial:
     def write(self, task: str, correct: Answers, seconds: float) -> None:
         self._content["tasks"][task] = {"correct": correct, "seconds": seconds}
         if self.path is not None:
-            write_whole(self.path, dumps(self.path.name, self._content))
+            atomic_write(self.path, dumps(self.path.name, self._content))
 
     def forget(self) -> None:
         """Removes the file: the results are there."""
