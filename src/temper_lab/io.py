@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import re
+import reprlib
 import shutil
 import sys
 import time
@@ -40,6 +41,8 @@ MARK = b"a workspace of temper; without a process that holds this lock it can be
 WORKSPACE = re.compile(r"\..+\.tmp-[0-9a-f]{32}", re.DOTALL)
 # A reader starts again when the folder was replaced under it; so many times in a row is no accident.
 ATTEMPTS = 200
+# Of files that a person could have edited: far more than ours ever have, far less than what would fill the memory.
+MAX_BYTES, MAX_YAML_BYTES, MAX_DEPTH, MAX_INT = 256 << 20, 1 << 20, 64, 1 << 64
 
 
 @contextmanager
@@ -370,17 +373,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or a ValueError that says what is wrong with it."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
+    """The tensors of a safetensors file, or a FileError that says what is wrong with it."""
+    _check_file(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             # Copies, so that the file may be replaced or removed while they live.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            shared = json.loads((file.metadata() or {}).get(SHARED, "{}"))
+            metadata = file.metadata() or {}
+        shared = parse_json(metadata.get(SHARED, "{}"), path)
         return tensors | {name: tensors[source] for name, source in shared.items()}
-    except (SafetensorError, OSError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
+    # A dtype that torch does not have is a KeyError or an AttributeError, a lie about sizes a RuntimeError.
+    except (SafetensorError, OSError, KeyError, TypeError, AttributeError, RuntimeError, FileError) as error:
+        raise FileError(f"{path} is not a complete safetensors file: {_line(error)}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -395,17 +399,138 @@ def dumps(what: str, value: Any) -> str:
         raise ValueError(f"{what} cannot be written as JSON: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or a ValueError that says what is wrong with it."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
+class FileError(ValueError):
+    """A file that cannot be used as it is. The message names it, and says what is wrong and what was expected."""
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES, *, errors: str = "strict") -> str:
+    """The text of a file, or a FileError: it has to be a file, of some length at most, in UTF-8."""
+    _check_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise FileError(f"{path} has more than {max_bytes:,} bytes, which no such file has")
+    try:
+        return data.decode("utf-8-sig", errors)
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} is not UTF-8 text (at byte {error.start})") from error
+
+
+def parse_json(text: str, where: object, *, allow_nan: bool = False) -> Any:
+    """A value from JSON that somebody else may have written, or a FileError.
+
+    Args:
+        where: for the message.
+        allow_nan: take NaN and infinities, which other people's files may have.
+    """
+    return _parsed(json.loads, text, where, "JSON", allow_nan=allow_nan)
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_BYTES, allow_nan: bool = False) -> dict[str, Any]:
+    """The JSON object in a file, or a FileError that says what is wrong with it."""
+    value = parse_json(read_text(path, max_bytes), path, allow_nan=allow_nan)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, expected a JSON object")
+        raise FileError(f"{path} holds a {type(value).__name__}, expected a JSON object")
     return value
+
+
+def parse_toml(text: str, where: object) -> dict[str, Any]:
+    """The tables of a TOML file, or a FileError."""
+    import tomllib
+
+    # Whether a number may be infinite is for its option to say.
+    return _parsed(tomllib.loads, text, where, "TOML", allow_nan=True)
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file of plain values holds, or a FileError. Aliases are refused: a few of them make gigabytes."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.events.AliasEvent):
+                raise yaml.YAMLError("it has an alias (*), which is not read here")
+            return super().compose_node(parent, index)
+
+    def load(text: str) -> Any:
+        try:
+            return yaml.load(text, Loader)
+        # Dates that are none are ValueErrors, keys that cannot be keys TypeErrors.
+        except (yaml.YAMLError, TypeError) as error:
+            raise ValueError(error) from error
+
+    return _parsed(load, read_text(path, MAX_YAML_BYTES), path, "YAML", allow_nan=True)
+
+
+def _parsed(parse: Callable[[str], Any], text: str, where: object, kind: str, *, allow_nan: bool = False) -> Any:
+    try:
+        value = parse(text)
+    except RecursionError as error:
+        raise FileError(f"{where} is nested too deeply; expected at most {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        raise FileError(f"{where} is not {kind}: {_line(error)[:300]}") from error
+    if problem := _excess(value, allow_nan=allow_nan):
+        raise FileError(f"{where} {problem}")
+    return value
+
+
+def _excess(value: Any, *, allow_nan: bool) -> str | None:
+    """What no file of this lab has: deep nesting, numbers of any length, numbers that are none."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for part in level:
+            kind = type(part)
+            if kind is dict:
+                below += part.values()
+            elif kind is list:
+                below += part
+            elif kind is float:
+                if not allow_nan and part - part != 0:
+                    return f"has the number {part}; expected finite numbers"
+            elif kind is int and not -MAX_INT < part < MAX_INT:
+                return f"has a whole number of {part.bit_length()} bits; expected at most 64"
+        if not below:
+            return None
+        level = below
+    return f"is nested too deeply; expected at most {MAX_DEPTH} levels"
+
+
+def entry(content: Any, key: str, kind: type[T], where: object) -> T:
+    """An entry of a JSON object that has to be there and of a type, or a FileError."""
+    if not isinstance(content, Mapping):
+        raise FileError(f"{where} holds {brief(content)} where an object with {key!r} was expected")
+    if key not in content:
+        raise FileError(f"{where} has no {key!r}")
+    value = content[key]
+    accepted = int | float if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise FileError(f"{where}: {key!r} is {brief(value)}; expected {_KINDS.get(kind, kind.__name__)}")
+    return value
+
+
+_KINDS: dict[Any, str] = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
+
+
+def brief(value: object) -> str:
+    """A value for a message, whatever its size."""
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = 80
+    shortener.maxlevel = 3
+    return shortener.repr(value)
+
+
+def _check_file(path: Path) -> None:
+    # A pipe or a device would keep its reader waiting.
+    if not path.is_file():
+        raise FileError(f"{path} is not a file" if path.exists() else f"{path} is missing")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: object) -> None:

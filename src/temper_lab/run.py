@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from temper_lab import metrics
-from temper_lab.io import atomic_write, dumps, is_locked, locked, read_json
+from temper_lab.io import FileError, atomic_write, brief, dumps, entry, is_locked, locked, read_json
 
 FORMAT = "temper-run-1"
 FILE_NAME = "run.json"
@@ -63,10 +62,18 @@ class RunFolder:
 
     def read(self) -> dict[str, Any]:
         """What `run.json` says, or a ValueError."""
-        content = read_json(self.path / FILE_NAME)
+        path = self.path / FILE_NAME
+        content = read_json(path)
         if content.get("format") != FORMAT:
-            raise ValueError(f"{self.path / FILE_NAME} has format {content.get('format')!r}, expected {FORMAT!r}")
+            raise FileError(f"{path} has format {brief(content.get('format'))}, expected {FORMAT!r}")
+        for name, kind in (("recipe", dict), ("recipe_name", str), ("status", str), ("started", str)):
+            if name in content:
+                entry(content, name, kind, path)
         return content
+
+    def recipe(self) -> dict[str, Any]:
+        """The recipe that `run.json` holds, as plain values."""
+        return entry(self.read(), "recipe", dict, self.path / FILE_NAME)
 
     def write(self, **changes: Any) -> None:
         """Changes some entries of `run.json`, which is never there in part."""
@@ -98,23 +105,24 @@ def summary(path: Path) -> dict[str, Any]:
     folder = RunFolder(path)
     line: dict[str, Any] = {"run": str(path), "status": "unreadable", "step": None, "steps": None, "best_bpb": None}
     try:
-        content = folder.read()
-        recipe = content["recipe"]
+        where, content = path / FILE_NAME, folder.read()
+        recipe = entry(content, "recipe", dict, where)
+        model, train = (entry(recipe, name, dict, where) for name in ("model", "train"))
         line |= {
-            "status": content["status"],
-            "preset": recipe["model"]["preset"],
-            "num_streams": recipe["model"]["num_streams"],
-            "steps": recipe["train"]["steps"],
-            "recipe": content["recipe_name"],
-            "started": content["started"],
+            "status": entry(content, "status", str, where),
+            "preset": entry(model, "preset", str, where),
+            "num_streams": entry(model, "num_streams", int, where),
+            "steps": entry(train, "steps", int, where),
+            "recipe": entry(content, "recipe_name", str, where),
+            "started": entry(content, "started", str, where),
         }
         rows = metrics.read(folder.metrics)
-    except (ValueError, KeyError, TypeError) as error:
-        return line | {"error": str(error)}
+        bpbs = metrics.numbers(rows, "val_bpb", folder.metrics)
+    except (ValueError, OSError) as error:
+        return line | {"status": "unreadable", "error": str(error)}
     # A run that was killed had no time to say so.
     if line["status"] == "running" and not folder.is_claimed():
         line["status"] = "killed"
-    bpbs = [row["val_bpb"] for row in rows if "val_bpb" in row]
     return line | {"step": rows[-1]["step"] if rows else 0, "best_bpb": min(bpbs, default=None)}
 
 
@@ -132,7 +140,6 @@ def now() -> str:
 def _is_ours(file: Path) -> bool:
     """Other programs have files of this name; one of ours that is damaged still has our files beside it."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+        return read_json(file).get("format") == FORMAT
+    except ValueError:
         return (file.parent / "metrics.jsonl").is_file()
-    return isinstance(content, dict) and content.get("format") == FORMAT

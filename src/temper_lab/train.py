@@ -96,7 +96,7 @@ def _check_start(recipe: Recipe) -> None:
 
 def refuse_changes(folder: RunFolder, recipe: Recipe) -> None:
     """Raises ValueError if a run is not of this recipe."""
-    before = Recipe.from_dict(folder.read()["recipe"], str(folder.path))
+    before = Recipe.from_dict(folder.recipe(), str(folder.path))
     # A thread more or less is another machine, not another recipe; a tokenizer is what it holds, wherever it is.
     ignoring = ["train.threads"]
     if _is_same_tokenizer(folder.path / FILE_NAME, recipe.tokenizer.path):

@@ -135,6 +135,7 @@ def _download(bundle: Path, address: str, sha256: str | None) -> None:
     from temper_lab.eval.core import archive
     from temper_lab.progress import Bar, size
 
+    archive.check_address(address)
     if bundle.exists():
         print(f"{bundle} is there already and is not downloaded again", file=sys.stderr)
         return

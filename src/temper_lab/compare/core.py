@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from temper_lab.io import atomic_write, dumps, read_json
+from temper_lab.io import atomic_write, dumps, entry, read_json
 
 FILE_NAME = "core.json"
 
@@ -17,7 +17,9 @@ def read_core(run: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     content = read_json(path)
-    return {"CORE": content["CORE"], "max_per_task": content["max_per_task"], "tasks": content["tasks"]}
+    return {name: content.get(name) for name in ("CORE", "max_per_task")} | {
+        "tasks": entry(content, "tasks", dict, path)
+    }
 
 
 def check_bundle(bundle: Path, max_per_task: int | None) -> None:

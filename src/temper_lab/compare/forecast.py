@@ -24,6 +24,7 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
     if folder is not None and folder.exists():
         check_folder(folder)
         check_runs(study, folder)
+    plan.check_here(study.recipe)
     size = study.recipe.model.vocab_size if folder is None else vocab_size(study, folder)
     train = study.recipe.train
     tokens = train.steps * train.batch_tokens

@@ -56,6 +56,16 @@ def read(folder: Path) -> dict[str, Any] | None:
     return content if content.get("format") == FORMAT else None
 
 
+def known_cost(folder: Path) -> dict[str, Any] | None:
+    """The cost that an earlier command has measured, if it is there in the form that this one writes."""
+    cost = (read(folder) or {}).get("cost")
+    rows = cost.get("rows") if isinstance(cost, dict) else None
+    is_whole = isinstance(rows, list) and all(
+        isinstance(row, dict) and {"method", "streams"} <= set(row) for row in rows
+    )
+    return cost if is_whole else None
+
+
 def _run(study: Study, folder: Path, entry: Entry, vocab_size: int) -> dict[str, Any]:
     cell, run, train = entry.cell, run_folder(folder, entry.cell), study.recipe.train
     rows = metrics.read(run.metrics)

@@ -123,7 +123,7 @@ class _Comparison:
 
     def _known_cost(self) -> Any:
         """What an earlier command has measured, if it was of all these methods."""
-        found = (results.read(self.folder) or {}).get("cost")
+        found = results.known_cost(self.folder)
         asked = {(str(cell.method), cell.streams) for cell in self.study.cells if not self.study.refusal(cell)}
         known = {(row["method"], row["streams"]) for row in found["rows"]} if found else set()
         return found if known >= asked else None
@@ -151,7 +151,7 @@ def check_runs(study: Study, folder: Path) -> None:
         run = run_folder(folder, cell)
         if not run.is_run:
             continue
-        before = Recipe.from_dict(run.read()["recipe"], str(run.path))
+        before = Recipe.from_dict(run.recipe(), str(run.path))
         if changes := before.changes(study.recipe_of(cell, folder), MACHINE):
             raise ValueError(f"{run.path} is a run of another recipe: {'; '.join(changes)}. Another --out starts anew")
         own = run.path / TOKENIZER

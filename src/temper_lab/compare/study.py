@@ -12,7 +12,7 @@ import temper
 from temper.mixers import Mixer
 from temper.registry import unknown
 from temper_lab.compare.method import Method, parse_all
-from temper_lab.io import atomic_write, dumps, read_json
+from temper_lab.io import FileError, atomic_write, brief, dumps, entry, read_json
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
 
@@ -47,10 +47,10 @@ class Block:
         """From a table of a recipe; an axis that is not in it is another block's."""
         for axis in AXES:
             if not isinstance(values.get(axis, []), list):
-                raise ValueError(f"{axis} is {values[axis]!r}; expected a list")
+                raise ValueError(f"{axis} is {brief(values[axis])}; expected a list")
         methods = values.get("methods")
         if methods is not None and not all(isinstance(method, str) for method in methods):
-            raise ValueError(f"methods is {methods!r}; expected a list of strings")
+            raise ValueError(f"methods is {brief(methods)}; expected a list of strings")
         return cls(
             otherwise.methods if methods is None else parse_all(methods),
             tuple(values.get("streams", otherwise.streams)),
@@ -74,7 +74,7 @@ def read_grid(values: Mapping[str, Any], recipe: Recipe, source: str) -> Grid:
                 raise unknown("option of [compare]", key, (*AXES, "grid"))
         blocks = values.get("grid", [{}])
         if not isinstance(blocks, list) or not blocks or not all(isinstance(block, Mapping) for block in blocks):
-            raise ValueError(f"grid is {blocks!r}; expected a list of tables with {', '.join(AXES)}")
+            raise ValueError(f"grid is {brief(blocks)}; expected a list of tables with {', '.join(AXES)}")
         for key in (key for block in blocks for key in block if key not in AXES):
             raise unknown("option of a table of grid", key, AXES)
         shared = Block.from_dict(values, otherwise)
@@ -208,13 +208,13 @@ class Study:
             return None
         content = read_json(path)
         if content.get("format") != FORMAT:
-            raise ValueError(f"{path} has format {content.get('format')!r}, expected {FORMAT!r}")
-        try:
-            recipe = Recipe.from_dict(content["recipe"], str(path))
-            grid = read_grid({"grid": content["grid"]}, recipe, str(path))
-            return cls(content["name"], recipe, grid, tuple(content["commands"]))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not complete: {error!r}") from error
+            raise FileError(f"{path} has format {brief(content.get('format'))}, expected {FORMAT!r}")
+        recipe = Recipe.from_dict(entry(content, "recipe", dict, path), str(path))
+        grid = read_grid({"grid": entry(content, "grid", list, path)}, recipe, str(path))
+        commands = entry(content, "commands", list, path)
+        if not all(isinstance(command, str) for command in commands):
+            raise FileError(f"{path}: 'commands' is {brief(commands)}; expected a list of texts")
+        return cls(entry(content, "name", str, path), recipe, grid, tuple(commands))
 
 
 @cache

@@ -69,7 +69,7 @@ def upcycle_hf(
 
 def is_upcycled(folder: Path) -> bool:
     """Whether a folder of transformers says that its model has streams."""
-    return read_json(folder / "config.json").get(ENTRY) is not None
+    return read_json(folder / "config.json", allow_nan=True).get(ENTRY) is not None
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:

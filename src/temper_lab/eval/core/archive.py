@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import lzma
 import stat
+import struct
 import tempfile
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -42,8 +45,8 @@ def unpack(archive: Path, folder: Path) -> None:
             for member in members:
                 # Reads no more than the size that was checked, and compares the checksum.
                 file.extract(member, folder)
-    # Encrypted archives raise RuntimeError, unknown compression NotImplementedError.
-    except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
+    # Encrypted archives raise RuntimeError, unknown compression NotImplementedError, damaged streams their own errors.
+    except (zipfile.BadZipFile, EOFError, RuntimeError, zlib.error, lzma.LZMAError, struct.error) as error:
         raise ValueError(f"{archive} is not a zip that can be unpacked: {error}") from error
     except ValueError as error:
         raise ValueError(f"{archive}: {error}") from error
@@ -63,6 +66,12 @@ def _check(members: list[zipfile.ZipInfo]) -> None:
             raise ValueError(f"{member.orig_filename!r} is a link; expected files and folders")
 
 
+def check_address(url: str) -> None:
+    """Raises ValueError for anything but an address of the web: there are others, which read files."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the address is {url!r}; expected http:// or https://")
+
+
 def download(
     url: str, folder: Path, *, sha256: str | None = None, progress: Callable[[int, int | None], None] | None = None
 ) -> str:
@@ -74,8 +83,7 @@ def download(
     """
     if folder.exists():
         raise ValueError(f"{folder} exists; expected the name of a folder that the bundle can be unpacked into")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"the address is {url!r}; expected http:// or https://")
+    check_address(url)
     folder = folder.absolute()
     with atomic_dir(folder) as work:
         # Beside the folder, which gets its name when all of it is there.
