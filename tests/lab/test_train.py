@@ -110,7 +110,7 @@ def test_killed_again_and_again_it_is_still_the_unbroken_run(tiny, tmp_path, unb
     """The same in one process and for many steps: what follows a checkpoint is thrown away by an error."""
     from temper_lab.trainer import Trainer
 
-    class KilledError(Exception):
+    class KilledError(BaseException):
         pass
 
     out, update, reached = tmp_path / "run", Trainer._update, 0
