@@ -131,7 +131,10 @@ def load(folder: str | Path) -> PreTrainedModel:
     if about.get("format") != FORMAT or not isinstance(about.get("sites"), dict):
         raise ValueError(f"{folder / FILE_NAME} has format {about.get('format')!r}, expected {FORMAT!r} with sites")
     tensors = read_tensors(folder / WEIGHTS)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if getattr(config, "num_hidden_layers", 0) > len(tensors):
+        raise ValueError(f"{folder}: it has {config.num_hidden_layers} blocks and {len(tensors)} tensors")
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     try:
         with torch.device("meta"):
             adapters = {
