@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from temper.convert import compress, moments, sensitivities
-from temper_lab.checkpoint.files import write_whole
 from temper_lab.data import Loader, open_corpus, validation_batches
 from temper_lab.eval import bits_per_byte
 from temper_lab.figures import check_target, save
+from temper_lab.io import atomic_write
 from temper_lab.load import load
 from temper_lab.model import GPT
 from temper_lab.progress import Bar, duration
@@ -74,7 +74,7 @@ def main() -> None:
             if point is not None:
                 points.append(point)
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(arguments.out, json.dumps(points, indent=1) + "\n")
+                atomic_write(arguments.out, json.dumps(points, indent=1) + "\n")
                 new += 1
             rest = duration((time.monotonic() - started) / max(new, 1) * (bar.total - done))
             bar.update(done, f"{_words(point)} ETA {rest}", is_notable=point is not None)

@@ -1,5 +1,6 @@
 """Building the kernels: on machines without a compiler, with a bad one, with bad caches, and twice at once."""
 
+import _ctypes
 import os
 import shutil
 import stat
@@ -107,6 +108,7 @@ def test_a_compiler_that_is_not_there(fresh, monkeypatch, tmp_path):
     assert "missing-c++" in str(temper.backends()[0])
 
 
+# A library of somebody else: one of Python's own.
 BAD = {
     "fails": ("echo 'fatal error: no such thing' >&2; exit 1", "no such thing"),
     "fails without a word": ("exit 3", "3"),
@@ -114,6 +116,11 @@ BAD = {
     "writes garbage": (
         'for last; do :; done; case "$last" in *.so) echo "not a library" > "$last";; esac',
         "could not build",
+    ),
+    "says what is not UTF-8": ("printf 'error \\377\\376' >&2; exit 1", "error"),
+    "makes a library of something else": (
+        f'for last; do :; done; case "$last" in *.so) cp {_ctypes.__file__} "$last";; esac',
+        "has no function begin",
     ),
     "cannot be run": (None, ""),
 }
@@ -160,11 +167,48 @@ def test_a_cache_without_permission(fresh):
     assert_falls_back("Permission denied")
 
 
-def test_a_cache_that_others_may_write(fresh):
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
+def test_a_cache_that_others_may_write(fresh, mode):
     """Code is loaded from it: anybody could put theirs there."""
     fresh.mkdir()
-    fresh.chmod(0o777)
+    fresh.chmod(mode)
     assert_falls_back("somebody else")
+
+
+def test_a_cache_that_others_may_replace(fresh, tmp_path):
+    fresh.mkdir(mode=0o700)
+    tmp_path.chmod(0o777)
+    assert_falls_back("can be replaced by somebody else")
+    tmp_path.chmod(0o700)
+    shutil.move(fresh, tmp_path / "elsewhere")
+    fresh.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(build.UnavailableError, match="is a link"):
+        build.cache_folder()
+
+
+def test_a_library_that_is_not_ours_alone_is_built_again(fresh, monkeypatch, tmp_path, built):
+    monkeypatch.setenv("CXX", copying_compiler(tmp_path, built))
+    path = Path(build.library("float")._name)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+    def planted() -> None:
+        path.chmod(0o666)
+
+    def linked() -> None:
+        path.rename(tmp_path / "library.so")
+        path.symlink_to(tmp_path / "library.so")
+
+    def foreign() -> None:
+        os.chown(path, 65534, 65534)
+
+    harms = [planted, linked] + ([foreign] if os.getuid() == 0 else [])
+    for count, harm in enumerate(harms, 2):
+        harm()
+        build.library.cache_clear()
+        assert build.library("float") is not None
+        assert times_asked(tmp_path) == count
+        assert path.lstat().st_uid == os.getuid()
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o700
 
 
 def test_a_cache_is_made_for_its_owner_alone(fresh, monkeypatch, tmp_path, built):

@@ -96,6 +96,8 @@ class RouterConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value!r}; expected a finite number >= 0")
+        if not isinstance(self.norm_clamp, bool):
+            raise ValueError(f"norm_clamp is {self.norm_clamp!r}; expected True or False")
         Gates.named(self.gates)
         for name, known in (("gain", GAINS), ("norm", NORMS)):
             if getattr(self, name) not in known:

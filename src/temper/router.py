@@ -308,14 +308,17 @@ class Router(nn.Module):
         given = {
             key.removeprefix(prefix): value
             for key, value in state_dict.items()
-            if key.startswith(prefix) and key.removeprefix(prefix).split(".")[0] in routing
+            if isinstance(key, str) and key.startswith(prefix) and key.removeprefix(prefix).split(".")[0] in routing
         }
         problems = []
         if strict:
             problems += [f"missing {key}" for key in mine if key not in given]
             problems += [f"unexpected {key}" for key in given if key not in mine]
         for key in mine.keys() & given.keys():
-            if given[key].shape != mine[key].shape:
+            if not isinstance(given[key], Tensor) or not given[key].is_floating_point():
+                kind = given[key].dtype if isinstance(given[key], Tensor) else type(given[key]).__name__
+                problems.append(f"{key} is {kind}, expected a floating-point tensor")
+            elif given[key].shape != mine[key].shape:
                 problems.append(f"{key} is {tuple(given[key].shape)}, expected {tuple(mine[key].shape)}")
             elif not given[key].is_meta and not torch.isfinite(given[key]).all():
                 problems.append(f"{key} has values that are not finite")

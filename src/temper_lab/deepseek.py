@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from temper import HyperConnection, RouterConfig
 from temper.convert import export_foreign, load_foreign
-from temper_lab.checkpoint.files import (
+from temper_lab.distributed import check_fit
+from temper_lab.io import (
+    atomic_dir,
     check_finite,
     read_json,
     read_tensors,
-    whole_folder,
     write_json,
     write_tensors,
 )
-from temper_lab.distributed import check_fit
 
 if TYPE_CHECKING:
     from transformers import DeepseekV4Config, PreTrainedModel
@@ -109,7 +109,7 @@ def save(
         raise ValueError(f"{folder} is not empty; expected a new folder")
     tensors = model.state_dict()
     check_finite(tensors, "the model")
-    with whole_folder(folder) as work:
+    with atomic_dir(folder) as work:
         model.config.save_pretrained(work)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(work)
@@ -131,7 +131,10 @@ def load(folder: str | Path) -> PreTrainedModel:
     if about.get("format") != FORMAT or not isinstance(about.get("sites"), dict):
         raise ValueError(f"{folder / FILE_NAME} has format {about.get('format')!r}, expected {FORMAT!r} with sites")
     tensors = read_tensors(folder / WEIGHTS)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if getattr(config, "num_hidden_layers", 0) > len(tensors):
+        raise ValueError(f"{folder}: it has {config.num_hidden_layers} blocks and {len(tensors)} tensors")
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     try:
         with torch.device("meta"):
             adapters = {

@@ -75,7 +75,7 @@ class World:
 def session(device: str = "auto") -> Iterator[World]:
     """The world that torchrun describes in the environment, or a world of one."""
     rank, size, place = (int(os.environ.get(key, default)) for key, default in _ENVIRONMENT)
-    where = _device(device, place)
+    where = device_of(device, place)
     if size == 1:
         yield World(0, 1, where)
         return
@@ -97,16 +97,21 @@ def session(device: str = "auto") -> Iterator[World]:
 _ENVIRONMENT = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
-def _device(name: str, place: int) -> torch.device:
+def device_of(name: str | torch.device, place: int = 0) -> torch.device:
+    """The device of a name, or a ValueError if it is not here."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"train.device is {name!r}; expected auto, cpu or cuda") from error
+        raise ValueError(f"the device is {name!r}; expected auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the device is {str(name)!r}; expected auto, cpu or cuda")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("train.device is 'cuda', and torch sees no GPU here")
+            raise ValueError("the device is 'cuda', and torch sees no GPU here")
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise ValueError(f"the device is {str(name)!r}, and torch sees {torch.cuda.device_count()} GPUs here")
         device = torch.device("cuda", place if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device
@@ -209,13 +214,18 @@ class Spread:
 
 
 def check_fit(mine: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless the names and the shapes are the same."""
+    """Raises ValueError unless the names, the shapes and the kind of number are the same."""
     problems = [f"{name} is missing" for name in mine if name not in given]
     problems += [f"{name} is unexpected" for name in given if name not in mine]
     problems += [
         f"{name} has shape {tuple(given[name].shape)}, expected {tuple(value.shape)}"
         for name, value in mine.items()
         if name in given and given[name].shape != value.shape
+    ]
+    problems += [
+        f"{name} holds {given[name].dtype}, expected {value.dtype}"
+        for name, value in mine.items()
+        if name in given and given[name].is_floating_point() != value.is_floating_point()
     ]
     if problems:
         more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from temper.registry import unknown
-from temper_lab.checkpoint.files import check_finite, whole_folder
+from temper_lab.io import atomic_dir, check_finite
 from temper_lab.model import GPT
 from temper_lab.nanochat import to_nanochat
 from temper_lab.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def export(model: GPT, tokenizer: Tokenizer, out: str | Path, *, to: str = "hf")
     theirs, their_tokenizer = TARGETS[to](model, tokenizer), fast_tokenizer(tokenizer, context=model.config.context)
     # Whatever is not said in a batch is padding, and any token will do for that.
     theirs.generation_config.pad_token_id = tokenizer.bos
-    with whole_folder(out) as work:
+    with atomic_dir(out) as work:
         theirs.save_pretrained(work)
         their_tokenizer.save_pretrained(work)
     return out

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop, which is granted between two steps."""
+"""Ctrl-C, SIGTERM and SIGHUP as a wish to stop, which is granted between two steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import signal
 import threading
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP is the end of a terminal, and not of every system.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class StopWish:
@@ -17,7 +18,9 @@ class StopWish:
         self._before = {}
         # Python handles signals in the main thread alone.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            # What is ignored stays ignored: `nohup` asks for that.
+            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heard}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from temper_lab import checkpoint
-from temper_lab.distributed import check_fit
+from temper_lab.distributed import check_fit, device_of
+from temper_lab.io import ATTEMPTS, entry, read_dir
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.run import RunFolder
 from temper_lab.tokenizer import Tokenizer
@@ -15,7 +16,7 @@ from temper_lab.tokenizer import Tokenizer
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
     """Reads a model folder, or the model of a run: the final one, or that of its newest checkpoint."""
-    path = Path(path)
+    path, device = Path(path), device_of(device)
     if (path / "config.json").is_file() or not RunFolder(path).is_run:
         return _from_folder(path, device)
     if (path / "model").is_dir():
@@ -24,17 +25,35 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, 
 
 
 def _from_folder(path: Path, device: torch.device | str) -> tuple[GPT, Tokenizer]:
+    folder, tokenizer = read_dir(path, _read_folder)
+    return _build(path, folder.config, folder.tensors, tokenizer, device)
+
+
+def _read_folder(path: Path) -> tuple[checkpoint.ModelFolder, Tokenizer]:
     folder = checkpoint.load_model(path)
-    return _build(path, folder.config, folder.tensors, Tokenizer.load(folder.file()), device)
+    return folder, Tokenizer.load(folder.file())
 
 
 def _from_checkpoint(run: RunFolder, device: torch.device | str) -> tuple[GPT, Tokenizer]:
-    found, skipped = checkpoint.latest(run.checkpoints)
-    if found is None:
-        raise ValueError("; ".join([f"the run {run.path} has no model and no complete checkpoint yet", *skipped]))
+    found, tensors = _newest(run)
     tokenizer = Tokenizer.load(run.path)
-    config = {**run.read()["recipe"]["model"], "vocab_size": tokenizer.vocab_size}
-    return _build(found.path, config, found.model(), tokenizer, device)
+    model = entry(run.recipe(), "model", dict, run.path / "run.json")
+    config = {**model, "vocab_size": tokenizer.vocab_size}
+    return _build(found.path, config, tensors, tokenizer, device)
+
+
+def _newest(run: RunFolder) -> tuple[checkpoint.Checkpoint, dict[str, torch.Tensor]]:
+    for _ in range(ATTEMPTS):
+        found, skipped = checkpoint.latest(run.checkpoints)
+        if found is None:
+            raise ValueError("; ".join([f"the run {run.path} has no model and no complete checkpoint yet", *skipped]))
+        try:
+            return found, found.model()
+        except (ValueError, OSError):
+            # The run has pruned it meanwhile, and has a newer one.
+            if found.path.exists():
+                raise
+    raise ValueError(f"the checkpoints of {run.path} are replaced faster than they can be read")
 
 
 def _build(
@@ -42,10 +61,14 @@ def _build(
 ) -> tuple[GPT, Tokenizer]:
     try:
         parsed = ModelConfig.from_dict(config)
+        # Before so many blocks are built: each has several tensors.
+        if parsed.depth > len(tensors):
+            raise ValueError(f"its depth is {parsed.depth}, and there are {len(tensors)} tensors")
         with torch.device("meta"):
             model = GPT(parsed)
         check_fit(model.state_dict(), tensors)
-    except ValueError as error:
+    # Sizes that no tensor can have.
+    except (ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from error
     if parsed.vocab_size != tokenizer.vocab_size:
         raise ValueError(

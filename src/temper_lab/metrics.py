@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import sync
+from temper_lab.io import FileError, atomic_write, brief, entry, open_new, parse_json, read_text
+
+# Of one file: a million steps have some 150 MB.
+MAX_BYTES = 1 << 30
 
 
 class Lines:
@@ -17,11 +20,12 @@ class Lines:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         _rewrite(path, [line for line in read(path) if line["step"] <= step])
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        # Open as long as the run.
+        self._file = open_new(path)
 
     def write(self, line: Mapping[str, Any]) -> None:
         # Numbers in full, so that equal files mean equal runs.
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -37,24 +41,25 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
-        if not text.endswith("\n"):
-            break
+    texts = read_text(path, MAX_BYTES, errors="replace").split("\n")
+    for number, text in enumerate(texts[:-1], 1):
+        where = f"{path}: line {number}"
         try:
-            line = json.loads(text)
-            line["step"] = int(line["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}: line {number} is not a line of metrics: {text.strip()[:60]!r}") from error
+            line = parse_json(text, where)
+            entry(line, "step", int, where)
+        except FileError as error:
+            raise FileError(f"{where} is not a line of metrics: {brief(text)} ({error})") from error
         lines.append(line)
     return lines
 
 
+def numbers(lines: list[dict[str, Any]], name: str, where: object) -> list[float]:
+    """The values of one name, in the lines that have it; what is no number is a FileError."""
+    return [entry(line, name, float, where) for line in lines if name in line]
+
+
 def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)
+    atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 class TensorBoard:

@@ -73,7 +73,7 @@ def from_nanochat(source: NanoChatForCausalLM | str | PathLike[str]) -> GPT:
     if isinstance(source, str | PathLike):
         from transformers import NanoChatForCausalLM
 
-        source = NanoChatForCausalLM.from_pretrained(source, local_files_only=True)
+        source = NanoChatForCausalLM.from_pretrained(source, local_files_only=True, use_safetensors=True)
     config = _config(source.config)
     state = source.state_dict()
     mapping = names(config.num_layers)

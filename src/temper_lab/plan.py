@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from temper_lab.data import open_corpus
-from temper_lab.distributed import precision
+from temper_lab.distributed import device_of, precision
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.progress import duration, size
 from temper_lab.recipe import Recipe
+from temper_lab.tokenizer import Tokenizer
 
 # The part of its matmul speed that training reaches: measured on a CPU, customary on a GPU.
 CPU_SHARE, GPU_SHARE = 0.6, 0.4
@@ -98,16 +99,28 @@ def dry_run(recipe: Recipe) -> list[str]:
             f"             {gpus} on {num_processes} A100 (estimate: {GPU_SHARE:.0%} of their bfloat16 matmuls)"
         )
     lines.append(f"corpus       {_corpus(recipe)}")
-    if recipe.tokenizer.path and not Path(recipe.tokenizer.path).exists():
-        lines.append(f"tokenizer    {recipe.tokenizer.path}: no such file yet")
     return lines
 
 
+def check_here(recipe: Recipe) -> None:
+    """Raises ValueError for what the run itself would refuse: a device, a tokenizer or a corpus that is not here."""
+    device_of(recipe.train.device)
+    if recipe.tokenizer.path:
+        Tokenizer.load(recipe.tokenizer.path)
+    if not _is_to_come(recipe):
+        open_corpus(recipe.data.corpus, val_fraction=recipe.data.val_fraction)
+
+
+def _is_to_come(recipe: Recipe) -> bool:
+    """Whether the corpus is one that can be downloaded, which a plan need not wait for."""
+    return "climbmix" in recipe.data.corpus and not Path(recipe.data.corpus).exists()
+
+
 def _corpus(recipe: Recipe) -> str:
-    try:
-        return str(open_corpus(recipe.data.corpus, val_fraction=recipe.data.val_fraction))
-    except ValueError as error:
-        return f"not there yet: {error}"
+    corpus = recipe.data.corpus
+    if _is_to_come(recipe):
+        return f"{corpus} is not there yet: temper data download --shards K --folder {corpus}"
+    return str(open_corpus(corpus, val_fraction=recipe.data.val_fraction))
 
 
 def matmul_flops(recipe: Recipe) -> float:

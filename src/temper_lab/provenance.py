@@ -14,9 +14,9 @@ def recipe_of(path: Path) -> Recipe | None:
     for folder in (RunFolder(path), RunFolder(path.absolute().parent)):
         try:
             if folder.is_run:
-                return Recipe.from_dict(folder.read()["recipe"], str(folder.path))
+                return Recipe.from_dict(folder.recipe(), str(folder.path))
         # A model can be used whatever has become of the notes on its training.
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except ValueError:
             continue
     return None
 

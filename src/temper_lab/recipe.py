@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,11 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from temper.registry import unknown
+from temper_lab.io import MAX_INT, FileError, brief, parse_toml, read_text
 from temper_lab.model import ModelConfig
 from temper_lab.optim import OptimSettings
 
 # Beside the sections of a recipe: another recipe to begin from, and the grid of a study.
 BASE, STUDY = "base", "compare"
+MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,14 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> Recipe:
         """A recipe from sections of plain values; what is unknown, missing or of another type is a ValueError."""
+        if not isinstance(values, Mapping):
+            raise FileError(f"{source}: the recipe is {brief(values)}; expected sections with options in them")
         sections = get_type_hints(cls)
         for key, part in values.items():
             if key not in sections:
                 raise _at(source, unknown("section", key, sections))
             if not isinstance(part, Mapping):
-                raise ValueError(f"{source}: [{key}] is {part!r}; expected a section with options in it")
+                raise ValueError(f"{source}: [{key}] is {brief(part)}; expected a section with options in it")
         try:
             return cls(**{name: _section(name, kind, values.get(name, {})) for name, kind in sections.items()})
         except ValueError as error:
@@ -227,7 +230,7 @@ def load_study(name_or_file: str | Path) -> tuple[Recipe, Mapping[str, Any]]:
     values = _read(name_or_file)
     study = values.pop(STUDY, {})
     if not isinstance(study, Mapping):
-        raise ValueError(f"{name_or_file}: [{STUDY}] is {study!r}; expected a section with options in it")
+        raise ValueError(f"{name_or_file}: [{STUDY}] is {brief(study)}; expected a section with options in it")
     return Recipe.from_dict(values, str(name_or_file)), study
 
 
@@ -237,23 +240,17 @@ def _read(name_or_file: str | Path, above: tuple[str, ...] = ()) -> dict[str, An
     if str(name_or_file) in names():
         text = (resources.files("temper_lab") / "recipes" / f"{name_or_file}.toml").read_text(encoding="utf-8")
     elif path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a recipe, it is not UTF-8 text") from error
+        text = read_text(path, MAX_BYTES)
     elif path.suffix or len(path.parts) > 1:
         raise ValueError(f"{path}: no such file; expected a recipe in TOML, or one of {', '.join(names())}")
     else:
         raise unknown("recipe", str(name_or_file), names())
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name_or_file}: not TOML: {error}") from error
+    values = parse_toml(text, name_or_file)
     if BASE not in values:
         return values
     base, chain = values.pop(BASE), (*above, str(name_or_file))
     if not isinstance(base, str):
-        raise ValueError(f"{name_or_file}: {BASE} is {base!r}; expected the name of a recipe, or its file")
+        raise ValueError(f"{name_or_file}: {BASE} is {brief(base)}; expected the name of a recipe, or its file")
     if base not in names():
         base = str(path.parent / base)
     if base in chain:
@@ -276,7 +273,7 @@ def _section(name: str, kind: Any, values: Mapping[str, Any]) -> Any:
         if key not in hints:
             raise unknown(f"option of [{name}]", key, hints)
         if not _fits(value, hints[key]):
-            raise ValueError(f"{name}.{key} is {value!r}; expected {_words(hints[key])}")
+            raise ValueError(f"{name}.{key} is {brief(value)}; expected {_words(hints[key])}")
     required = [entry.name for entry in fields(kind) if _is_required(entry)]
     if missing := [f"{name}.{key}" for key in required if key not in values]:
         raise ValueError(f"{', '.join(missing)} must be set")
@@ -305,7 +302,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return len(parts) == len(value) and all(map(_fits, value, parts))
     if hint in (int, float):
         allowed = int if hint is int else int | float
-        return isinstance(value, allowed) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, allowed) and not isinstance(value, bool)
+        return is_number and (abs(value) < MAX_INT if isinstance(value, int) else math.isfinite(value))
     return isinstance(value, origin or hint)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import platform
 import shlex
 import time
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from temper_lab import metrics
-from temper_lab.checkpoint.files import dumps, read_json, sync
+from temper_lab.io import FileError, atomic_write, brief, dumps, entry, is_locked, locked, read_json
 
 FORMAT = "temper-run-1"
 FILE_NAME = "run.json"
@@ -55,39 +52,33 @@ class RunFolder:
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Only one process writes to a run. The claim ends with the process, however that ends."""
-        with open(self.path / ".lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ValueError(f"another process is training in {self.path}") from error
+        with locked(self.path / ".lock") as is_mine:
+            if not is_mine:
+                raise ValueError(f"another process is training in {self.path}")
             yield
 
     def is_claimed(self) -> bool:
-        try:
-            with open(self.path / ".lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            # No lock, or nothing that could hold one.
-            return False
-        return False
+        return is_locked(self.path / ".lock")
 
     def read(self) -> dict[str, Any]:
         """What `run.json` says, or a ValueError."""
-        content = read_json(self.path / FILE_NAME)
+        path = self.path / FILE_NAME
+        content = read_json(path)
         if content.get("format") != FORMAT:
-            raise ValueError(f"{self.path / FILE_NAME} has format {content.get('format')!r}, expected {FORMAT!r}")
+            raise FileError(f"{path} has format {brief(content.get('format'))}, expected {FORMAT!r}")
+        for name, kind in (("recipe", dict), ("recipe_name", str), ("status", str), ("started", str)):
+            if name in content:
+                entry(content, name, kind, path)
         return content
+
+    def recipe(self) -> dict[str, Any]:
+        """The recipe that `run.json` holds, as plain values."""
+        return entry(self.read(), "recipe", dict, self.path / FILE_NAME)
 
     def write(self, **changes: Any) -> None:
         """Changes some entries of `run.json`, which is never there in part."""
         content = self.read() if self.is_run else {"format": FORMAT}
-        temporary = self.path / f".{FILE_NAME}.tmp"
-        temporary.write_text(dumps(FILE_NAME, content | changes), encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, self.path / FILE_NAME)
-        sync(self.path)
+        atomic_write(self.path / FILE_NAME, dumps(FILE_NAME, content | changes))
 
     def resume_command(self, num_processes: int = 1) -> str:
         many = f"torchrun --nproc-per-node {num_processes} -m temper_lab"
@@ -114,23 +105,24 @@ def summary(path: Path) -> dict[str, Any]:
     folder = RunFolder(path)
     line: dict[str, Any] = {"run": str(path), "status": "unreadable", "step": None, "steps": None, "best_bpb": None}
     try:
-        content = folder.read()
-        recipe = content["recipe"]
+        where, content = path / FILE_NAME, folder.read()
+        recipe = entry(content, "recipe", dict, where)
+        model, train = (entry(recipe, name, dict, where) for name in ("model", "train"))
         line |= {
-            "status": content["status"],
-            "preset": recipe["model"]["preset"],
-            "num_streams": recipe["model"]["num_streams"],
-            "steps": recipe["train"]["steps"],
-            "recipe": content["recipe_name"],
-            "started": content["started"],
+            "status": entry(content, "status", str, where),
+            "preset": entry(model, "preset", str, where),
+            "num_streams": entry(model, "num_streams", int, where),
+            "steps": entry(train, "steps", int, where),
+            "recipe": entry(content, "recipe_name", str, where),
+            "started": entry(content, "started", str, where),
         }
         rows = metrics.read(folder.metrics)
-    except (ValueError, KeyError, TypeError) as error:
-        return line | {"error": str(error)}
+        bpbs = metrics.numbers(rows, "val_bpb", folder.metrics)
+    except (ValueError, OSError) as error:
+        return line | {"status": "unreadable", "error": str(error)}
     # A run that was killed had no time to say so.
     if line["status"] == "running" and not folder.is_claimed():
         line["status"] = "killed"
-    bpbs = [row["val_bpb"] for row in rows if "val_bpb" in row]
     return line | {"step": rows[-1]["step"] if rows else 0, "best_bpb": min(bpbs, default=None)}
 
 
@@ -148,7 +140,6 @@ def now() -> str:
 def _is_ours(file: Path) -> bool:
     """Other programs have files of this name; one of ours that is damaged still has our files beside it."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+        return read_json(file).get("format") == FORMAT
+    except ValueError:
         return (file.parent / "metrics.jsonl").is_file()
-    return isinstance(content, dict) and content.get("format") == FORMAT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+
+from temper_lab.io import FileError, atomic_write, brief, parse_json, read_text
 
 BOS = "<|bos|>"
 FILE_NAME = "tokenizer.json"
@@ -127,44 +128,30 @@ class Tokenizer:
         """Writes `tokenizer.json`, all of it or nothing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        path, temporary = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}.tmp"
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        atomic_write(folder / FILE_NAME, self.to_json())
+        return folder / FILE_NAME
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Reads a saved tokenizer, from its file or from the folder that holds it."""
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except OSError as error:
-            raise ValueError(f"{path}: no tokenizer there ({error.strerror}); expected {FILE_NAME}") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a tokenizer file, it is not UTF-8; expected the JSON of `save`") from error
-        return cls.from_json(text, path)
+        if not path.is_file():
+            raise FileError(f"{path}: no tokenizer there; expected {FILE_NAME}")
+        return cls.from_json(read_text(path), path)
 
     @classmethod
     def from_json(cls, text: str, path: str | Path) -> Tokenizer:
         """A tokenizer from the content of a file; the path is for messages."""
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: truncated or not JSON ({error}); expected a file written by `save`") from error
-        if reason := _foreign(content):
-            raise ValueError(f"{path}: not a tokenizer of this lab: {reason}")
+        if reason := _foreign(parse_json(text, path, allow_nan=True)):
+            raise FileError(f"{path}: not a tokenizer of this lab: {reason}")
         try:
             return cls(Backend.from_str(text))
-        # The backend raises bare Exceptions.
-        except Exception as error:
-            raise ValueError(f"{path}: not a tokenizer of this lab: {error}") from error
+        # The backend raises bare Exceptions, and panics are not even those.
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise FileError(f"{path}: not a tokenizer of this lab: {error}") from error
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:
@@ -183,21 +170,26 @@ def _foreign(content: Any) -> str | None:
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         return "it has no model"
     if content["model"].get("type") != "BPE":
-        return f"its model is {content['model'].get('type')}, expected BPE"
-    pre = content.get("pre_tokenizer") or {}
-    last = (pre.get("pretokenizers") or [pre])[-1]
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return f"its model is {str(content['model'].get('type'))[:40]}, expected BPE"
+    pre = content.get("pre_tokenizer")
+    steps = pre.get("pretokenizers") if isinstance(pre, dict) else None
+    last = steps[-1] if isinstance(steps, list) and steps else pre
+    if not isinstance(last, dict) or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return "it is not byte-level"
     for step in ("normalizer", "post_processor"):
         if content.get(step) is not None:
             return f"it has a {step}, which changes texts; expected none"
-    specials = [token.get("content") for token in content.get("added_tokens") or []]
+    added, vocab = content.get("added_tokens") or [], content["model"].get("vocab")
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        return "it has no list of special tokens"
+    specials = [token.get("content") for token in added]
     if specials != [BOS]:
-        return f"its special tokens are {specials}, expected {BOS} alone"
-    top = len(content["model"].get("vocab") or ())
+        return f"its special tokens are {brief(specials)}, expected {BOS} alone"
+    if not isinstance(vocab, dict):
+        return "its model has no vocabulary"
     # The backend would quietly move it.
-    if (bos := content["added_tokens"][0].get("id")) != top:
-        return f"{BOS} has id {bos}, expected the top id, {top}"
+    if (bos := added[0].get("id")) != len(vocab):
+        return f"{BOS} has id {brief(bos)}, expected the top id, {len(vocab)}"
     return None
 
 

@@ -14,6 +14,7 @@ from temper_lab import run as runs
 from temper_lab.data import Corpus
 from temper_lab.distributed import World, session
 from temper_lab.interrupt import StopWish
+from temper_lab.io import recover
 from temper_lab.load import load
 from temper_lab.memory import keep_freed_memory
 from temper_lab.model import GPT
@@ -46,6 +47,8 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
         def claim() -> None:
             folder.begin(resume=resume)
             stack.enter_context(folder.claimed())
+            recover(folder.path)
+            recover(folder.checkpoints)
             if resume:
                 refuse_changes(folder, recipe)
             about = {"recipe_name": recipe_name, "recipe": recipe.to_dict(), "seed": recipe.train.seed}
@@ -93,7 +96,7 @@ def _check_start(recipe: Recipe) -> None:
 
 def refuse_changes(folder: RunFolder, recipe: Recipe) -> None:
     """Raises ValueError if a run is not of this recipe."""
-    before = Recipe.from_dict(folder.read()["recipe"], str(folder.path))
+    before = Recipe.from_dict(folder.recipe(), str(folder.path))
     # A thread more or less is another machine, not another recipe; a tokenizer is what it holds, wherever it is.
     ignoring = ["train.threads"]
     if _is_same_tokenizer(folder.path / FILE_NAME, recipe.tokenizer.path):

@@ -1,5 +1,6 @@
 """Bundles that are broken, dangerous or far away."""
 
+import copy
 import hashlib
 import http.server
 import io
@@ -75,7 +76,7 @@ def test_malformed_lines(bundle, line, said):
 def test_lines_that_are_not_text_and_files_without_lines(bundle):
     path = bundle / "eval_data" / "reading" / "squad.jsonl"
     path.write_bytes(path.read_bytes() + b"\n\xff\xfe\n")
-    with pytest.raises(ValueError, match="line 14 is not JSON"):
+    with pytest.raises(ValueError, match="line 14 is not UTF-8"):
         load_bundle(bundle)
     path.write_text("\n")
     with pytest.raises(ValueError, match="no items"):
@@ -134,7 +135,7 @@ def test_wrong_lists_of_tasks(bundle, tmp_path):
 
 
 def test_a_task_that_comes_twice(tmp_path):
-    folder = write_bundle(tmp_path / "twice", entries=[*ENTRIES, ENTRIES[0]])
+    folder = write_bundle(tmp_path / "twice", entries=[*ENTRIES, copy.deepcopy(ENTRIES[0])])
     with pytest.raises(ValueError, match="'arc_easy' comes twice"):
         load_bundle(folder)
 

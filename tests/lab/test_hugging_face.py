@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import core_reference
 import pytest
@@ -9,6 +10,7 @@ import tokenizers
 import torch
 import transformers
 from core_bundles import write_bundle
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from temper_lab.cli import main
@@ -293,3 +295,50 @@ def test_ours_stay_ours(tiny, tmp_path, capsys):
     for path in (out, out / "model"):
         assert isinstance(open_model(path), Ours)
     assert open_model(out).fingerprint() == open_model(out / "model").fingerprint()
+
+
+def copy_of(folder, out, *, drop=(), add=None, **changes):
+    """The folder with other weights, or another configuration."""
+    shutil.copytree(folder, out)
+    tensors = {name: tensor for name, tensor in load_file(out / "model.safetensors").items() if name not in drop}
+    save_file(tensors | (add or {}), out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | changes))
+    return out
+
+
+def test_weights_that_do_not_fit_are_an_error_that_names_them(llama_folder, tmp_path, capsys):
+    """They used to be random numbers, other ones every time."""
+    mlp = "model.layers.0.mlp.up_proj.weight"
+    for index, (options, words) in enumerate(
+        (
+            ({"drop": (mlp,)}, f"1 missing ({mlp})"),
+            ({"num_hidden_layers": 3}, "9 missing (model.layers.2."),
+            ({"num_hidden_layers": 1}, "9 unexpected (model.layers.1."),
+            ({"add": {"extra.weight": torch.ones(2)}}, "1 unexpected (extra.weight)"),
+            ({"intermediate_size": 96}, "not complete"),
+            ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
+        )
+    ):
+        folder, out = copy_of(llama_folder, tmp_path / f"bad{index}", **options), tmp_path / "out"
+        for command in (["eval", "bpb"], ["upcycle", "--streams", "2", "--out", str(out)]):
+            assert main([*command, "--model", str(folder)]) == 1
+            assert words in capsys.readouterr().err
+            assert not out.exists()
+
+
+def test_no_code_of_a_folder_is_run_and_nothing_is_unpickled(llama_folder, tmp_path, capsys, monkeypatch):
+    mark = tmp_path / "mark"
+    code = f"open({str(mark)!r}, 'w').close()\nfrom transformers import LlamaConfig, LlamaForCausalLM as Evil\n"
+    auto_map = {"AutoConfig": "evil.LlamaConfig", "AutoModelForCausalLM": "evil.Evil"}
+    evil = copy_of(llama_folder, tmp_path / "evil", model_type="evil", auto_map=auto_map)
+    (evil / "evil.py").write_text(code)
+    pickled = shutil.copytree(llama_folder, tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    for folder in (evil, pickled):
+        for command in (["eval", "bpb"], ["upcycle", "--streams", "2", "--out", str(tmp_path / "out")]):
+            monkeypatch.setattr("builtins.input", lambda *words: "y")
+            assert main([*command, "--model", str(folder)]) == 1
+            assert folder.name in capsys.readouterr().err
+    assert not mark.exists()

@@ -95,7 +95,7 @@ def test_a_study_written_and_read_is_the_same(tmp_path):
     assert Study.read(tmp_path) is None
     study.write(tmp_path)
     assert Study.read(tmp_path) == study
-    for damage, words in (("{", "not JSON"), ('{"format": "temper-study-1"}', "not complete")):
+    for damage, words in (("{", "not JSON"), ('{"format": "temper-study-1"}', "has no 'recipe'")):
         (tmp_path / "study.json").write_text(damage)
         with pytest.raises(ValueError, match=words):
             Study.read(tmp_path)

@@ -36,6 +36,8 @@ def load_foreign(
             options of `temper.preset`: `iters=10`, or DeepSeek's `eps=1e-5, pre_eps=1e-5`.
     """
     foreign = Foreign.named(source)
+    # Theirs divide by both.
+    RouterConfig(num_streams=num_streams, dim=dim)
     config = foreign.config(num_streams, dim, overrides)
     theirs = _checked(foreign, state_dict, num_streams, dim)
     ours = foreign.to_ours(theirs, num_streams, dim)
@@ -310,6 +312,8 @@ def _checked(foreign: type[Foreign], state_dict: Mapping[str, Tensor], num_strea
     """Their tensors in one dtype and the expected shapes, or a ValueError with all that is wrong."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}")
+    if strange := [key for key in state_dict if not isinstance(key, str)]:
+        raise ValueError(f"a key of state_dict is {strange[0]!r}; expected names")
     given = {key: value for key, value in state_dict.items() if not key.startswith("branch.")}
     shapes = foreign.shapes(num_streams, dim)
     problems = [f"missing {key} {shape}" for key, shape in shapes.items() if key not in given]

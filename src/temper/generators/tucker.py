@@ -51,6 +51,8 @@ class Tucker(Generator, name="tucker"):
     ) -> None:
         super().__init__(in_modes, out_modes, init_std=init_std)
         self.rank = self.resolve_rank(self.in_modes, self.out_modes, rank)
+        if not isinstance(freeze_core, bool):
+            raise ValueError(f"freeze_core is {freeze_core!r}; expected True or False")
         self.freeze_core = freeze_core
         modes = self.in_modes + self.out_modes
         core = torch.empty(self.rank)

@@ -20,6 +20,8 @@ FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psa
 # Tried in this order: not every compiler has OpenMP or knows the machine it runs on.
 EXTRAS = (("-march=native", "-fopenmp"), ("-march=native",), ())
 TIMEOUT = 300.0
+# What a library has to have.
+FUNCTIONS = ("begin", "begin_backward", "mixer", "fold", "fold_backward", "finish", "finish_backward")
 
 
 class UnavailableError(Exception):
@@ -88,11 +90,18 @@ def cache_folder() -> Path:
     raise UnavailableError(f"no folder to keep them in ({tried}); set TEMPER_CACHE to one that can be written")
 
 
-def _check_private(folder: Path) -> None:
-    # Code is loaded from here: nobody else may be able to put some in.
-    status = folder.stat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH):
+def _check_private(path: Path) -> None:
+    """Code is loaded from here: nobody else may be able to put some in, or to put another folder in its place."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise PermissionError(1, "is a link, which could lead anywhere")
+    if not hasattr(os, "getuid"):
+        return
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(1, "belongs to, or can be written by, somebody else")
+    above = path.absolute().parent.stat()
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        raise PermissionError(1, "can be replaced by somebody else: anybody can write to the folder that it is in")
 
 
 def _user() -> str:
@@ -116,23 +125,44 @@ def _load(stored: str) -> ctypes.CDLL:
         stem = f"kernels-{_digest(identity, flags)}"
         try:
             if path := _find(folder, stem):
-                return ctypes.CDLL(str(path))
+                return _open(path)
         except OSError:
             # Damaged: build it again.
             pass
         try:
-            return ctypes.CDLL(str(_compile(compiler, flags, folder, stem)))
+            return _open(_compile(compiler, flags, folder, stem))
         except (UnavailableError, OSError, subprocess.SubprocessError) as error:
             failure = str(error)
     raise UnavailableError(f"{compiler} could not build them: {failure}")
 
 
 def _find(folder: Path, stem: str) -> Path | None:
-    """The library in the cache, if it is as long as its name says: loading a part of one could end the process."""
+    """The library in the cache, if it is ours alone and its bytes are those that its name was made from."""
     for path in folder.glob(f"{stem}-*.so"):
-        if path.stem == f"{stem}-{path.stat().st_size}":
+        try:
+            _check_private(path)
+        except OSError:
+            continue
+        # Loading a part of a library could end the process.
+        if path.stem == f"{stem}-{_hash(path)}":
             return path
     return None
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Loads a library, or removes it: one without our functions is of no use to anybody."""
+    try:
+        library = ctypes.CDLL(str(path))
+        if missing := [name for name in FUNCTIONS if not hasattr(library, name)]:
+            raise OSError(f"what it built has no function {missing[0]}")
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return library
 
 
 def _compile(compiler: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path:
@@ -143,11 +173,16 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: Path, stem: str) -> 
     os.close(handle)
     try:
         command = [compiler, *flags, str(SOURCES / "kernels.cpp"), "-o", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        # A compiler may print anything.
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=TIMEOUT, check=False
+        )
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise UnavailableError(lines[0].strip() if lines else f"exit code {done.returncode}")
-        path = folder / f"{stem}-{Path(name).stat().st_size}.so"
+        # Linkers make a file of their own, as open as other programs are.
+        os.chmod(name, 0o700)
+        path = folder / f"{stem}-{_hash(Path(name))}.so"
         os.replace(name, path)
         return path
     finally:

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from temper_lab.checkpoint.files import (
+from temper_lab.io import (
+    atomic_dir,
     check_finite,
     dumps,
+    read_dir,
     read_json,
     read_tensors,
-    settle,
-    whole_folder,
     write_json,
     write_tensors,
 )
@@ -58,10 +58,9 @@ def save_model(
     for name in files:
         if name in ("config.json", "model.safetensors") or Path(name).name != name:
             raise ValueError(f"{name!r} is not the name of a file to put beside config.json and model.safetensors")
-    settle(folder)
     if folder.exists():
         _check_ours(folder)
-    with whole_folder(folder) as work:
+    with atomic_dir(folder, is_ours=_check_ours) as work:
         for name, content in files.items():
             data = content.read_bytes() if isinstance(content, Path) else content
             (work / name).write_bytes(data.encode() if isinstance(data, str) else data)
@@ -72,8 +71,10 @@ def save_model(
 
 def load_model(folder: str | Path) -> ModelFolder:
     """Reads a model folder, or raises ValueError for one that is missing, foreign or damaged."""
-    folder = Path(folder)
-    settle(folder.absolute())
+    return read_dir(Path(folder), _load)
+
+
+def _load(folder: Path) -> ModelFolder:
     if not folder.is_dir():
         raise ValueError(f"there is no model folder {folder}")
     config = _read_config(folder)
@@ -89,10 +90,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_ours(folder: Path) -> None:
-    """Replacing a folder deletes it, so it has to be a model folder, or empty."""
+def _check_ours(folder: Path) -> bool:
+    """Replacing a folder deletes it, so it has to be a model folder, or empty; anything else is a ValueError."""
     try:
         if not folder.is_dir() or any(folder.iterdir()):
             _read_config(folder)
     except ValueError as error:
         raise ValueError(f"{folder} exists and is not a model folder, so it is not replaced: {error}") from error
+    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from temper_lab.checkpoint.files import (
-    discard,
+from temper_lab.io import (
+    atomic_dir,
     dumps,
     read_json,
     read_tensors,
-    settle,
-    unfinished,
-    whole_folder,
+    remove_dir,
     write_json,
     write_tensors,
 )
@@ -69,10 +66,8 @@ def save(
             raise ValueError(f"{name} is {value!r}; expected a whole number >= {least}")
     dumps("the state", state)
     final = Path(folder) / f"step-{step:06d}"
-    # A save that was killed may have left gigabytes, which this one could need.
-    for leftover in unfinished(final.parent, "step-*"):
-        shutil.rmtree(leftover)
-    with whole_folder(final) as work:
+    # What a killed save has left, perhaps gigabytes, is removed first: this one could need the room.
+    with atomic_dir(final, is_ours=_is_ours) as work:
         write_tensors(work / "model.safetensors", model)
         write_tensors(work / "optimizer.safetensors", optimizer)
         write_json(work / "state.json", state)
@@ -90,14 +85,14 @@ def save(
 def latest(folder: str | Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest complete checkpoint, and a message for everything newer that had to be skipped."""
     folder = Path(folder)
-    for aside in folder.glob(".step-*.old"):
-        settle(folder / aside.name.removeprefix(".").removesuffix(".old"))
-    skipped = [f"skipped {path}: it was not finished" for path in unfinished(folder, "step-*")]
+    skipped: list[str] = []
     for step, path in sorted(_steps(folder).items(), reverse=True):
         try:
             return Checkpoint(path, step, verify(path)), skipped
-        except ValueError as error:
-            skipped.append(f"skipped {path}: {error}")
+        except (ValueError, OSError) as error:
+            # Gone altogether, it was pruned by the run that is being looked at.
+            if path.exists():
+                skipped.append(f"skipped {path}: {error}")
     return None, skipped
 
 
@@ -129,7 +124,12 @@ def prune(folder: str | Path, step: int, *, keep_last: int, keep_best: str | Non
         if scores:
             keep.add(min(scores, key=lambda number: (scores[number], number)))
     for number in manifests.keys() - keep:
-        discard(Path(folder) / f"step-{number:06d}")
+        remove_dir(Path(folder) / f"step-{number:06d}")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds nothing but files of a checkpoint, complete or not, so that it may be replaced."""
+    return {path.name for path in folder.iterdir()} <= {"manifest.json", *FILES}
 
 
 def _steps(folder: Path) -> dict[int, Path]:

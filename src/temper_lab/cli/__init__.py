@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 EXTRA = "the `temper` command needs the lab: pip install 'temper-hc[lab]'"
@@ -40,7 +41,11 @@ a first minute:
   temper sample --model runs/smoke --prompt "The people"
   temper eval bpb --model runs/smoke --corpus sotu
 
-`temper COMMAND --help` explains each."""
+`temper COMMAND --help` explains each. --debug, anywhere, shows where an error comes from.
+Exit codes: 0 done, 1 failed, 2 not understood, 130 interrupted by Ctrl-C (128 + the number of any other signal)."""
+
+# Longer than any message of ours; others come with pages of context.
+MAX_MESSAGE = 2_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {EXTRA} (no module {missing.name!r} here)", file=sys.stderr)
         return 2
     words = list(sys.argv[1:] if arguments is None else arguments)
+    is_debugged = "--debug" in words
+    words = [word for word in words if word != "--debug"]
     name = next((" ".join(words[:count]) for count in (1, 2) if " ".join(words[:count]) in COMMANDS), None)
     if name is None:
         return _guide(words)
@@ -61,13 +68,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever was reading (head, less) has had enough.
         sys.stderr.close()
         return 0
-    except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
-        rank = os.environ.get("RANK", "0")
-        print(f"error: {error}" if rank == "0" else f"error (process {rank}): {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    # Nothing gets past here but the exit of the option parser.
+    except Exception as error:
+        if is_debugged:
+            traceback.print_exc()
+        rank = os.environ.get("RANK", "0")
+        print(f"error{'' if rank == '0' else f' (process {rank})'}: {_message(error)}", file=sys.stderr)
+        return 1
+
+
+def _message(error: Exception) -> str:
+    """An error in one line for people."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        text = ": ".join([*names, error.strerror])
+    # Torch appends the stack of its own language.
+    text = text.split("\nException raised from")[0].split("\nC++ CapturedTraceback")[0]
+    text = " ".join(text.split())
+    # File names need not be text.
+    text = text.encode(errors="replace").decode()
+    if len(text) > MAX_MESSAGE:
+        text = f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+        return f"not enough memory for this{f' ({text})' if text else ''}"
+    if "Storage size calculation overflowed" in text:
+        return f"a tensor of this size cannot exist ({text})"
+    if isinstance(error, RecursionError):
+        return "something here is nested too deeply to be read"
+    if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ModuleNotFoundError):
+        return text or type(error).__name__
+    return f"{type(error).__name__}: {text} (unexpected; --debug shows where it comes from)"
 
 
 def _call(name: str, words: list[str]) -> int:

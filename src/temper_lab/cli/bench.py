@@ -69,10 +69,10 @@ def bench(
     _check_targets(setting, plot, out)
     report = measure(setting)
     if out is not None:
-        from temper_lab.checkpoint.files import write_whole
+        from temper_lab.io import atomic_write
 
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, json.dumps(report, indent=2) + "\n")
+        atomic_write(out, json.dumps(report, indent=2) + "\n")
     if plot is not None:
         from temper_lab.figures.bench import draw
 

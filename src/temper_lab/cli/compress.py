@@ -90,14 +90,14 @@ def compress(
     )
     if as_json is not None and as_json.is_dir():
         raise ValueError(f"cannot write JSON to {as_json}: it is a folder")
-    from temper_lab.checkpoint.files import write_whole
     from temper_lab.compress import compress as run
     from temper_lab.compress.report import show
+    from temper_lab.io import atomic_write
     from temper_lab.progress import console
 
     report = run(settings)
     if as_json is not None:
         as_json.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(as_json, json.dumps(report, indent=1) + "\n")
+        atomic_write(as_json, json.dumps(report, indent=1) + "\n")
     show(report, console(160))
     print(f"model: {out}")

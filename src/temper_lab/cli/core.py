@@ -57,10 +57,10 @@ def core(
         raise ValueError("--sha256 is of what --download brings, which is not given")
     json_path, csv_path = _outputs(out)
 
-    from temper_lab.checkpoint.files import write_whole
     from temper_lab.distributed import precision, session
     from temper_lab.eval.core import Partial, evaluate_task, report
     from temper_lab.eval.models import open_model
+    from temper_lab.io import atomic_write
     from temper_lab.progress import Bar
 
     with session(device) as world:
@@ -85,8 +85,8 @@ def core(
     if not world.is_first:
         return
     if json_path is not None and csv_path is not None:
-        write_whole(csv_path, report.as_csv(results))
-        write_whole(json_path, report.as_json(results))
+        atomic_write(csv_path, report.as_csv(results))
+        atomic_write(json_path, report.as_json(results))
         partial.forget()
     if as_json:
         print(report.as_json(results), end="")
@@ -135,6 +135,7 @@ def _download(bundle: Path, address: str, sha256: str | None) -> None:
     from temper_lab.eval.core import archive
     from temper_lab.progress import Bar, size
 
+    archive.check_address(address)
     if bundle.exists():
         print(f"{bundle} is there already and is not downloaded again", file=sys.stderr)
         return

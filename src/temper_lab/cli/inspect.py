@@ -41,7 +41,7 @@ def inspect(
         raise ValueError(f"--live-megabytes is {live_megabytes}; expected 0 or more")
     if out is not None and out.is_dir():
         raise ValueError(f"--out is the folder {out}; expected the name of a file")
-    from temper_lab.checkpoint.files import dumps, write_whole
+    from temper_lab.io import atomic_write, dumps
     from temper_lab.report.explorer import Subject, build
     from temper_lab.report.page import page
 
@@ -51,7 +51,7 @@ def inspect(
     out = Path("inspect.html") if out is None and as_json is None else out
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, page(f"Routing of {', '.join(titles)}", [tab]))
+        atomic_write(out, page(f"Routing of {', '.join(titles)}", [tab]))
     if as_json is not None:
         models = [
             {"model": str(path), "traces": [each.to_dict() for each in own]}
@@ -62,7 +62,7 @@ def inspect(
             print(content, end="")
         else:
             Path(as_json).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(as_json), content)
+            atomic_write(Path(as_json), content)
     if as_json != "-":
         for title, own in zip(titles, traces, strict=True):
             _print_table(title, own)

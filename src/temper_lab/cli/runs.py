@@ -37,6 +37,7 @@ def runs(
 
 def _print_table(lines: list[dict[str, Any]]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from temper_lab.progress import console
 
@@ -46,7 +47,8 @@ def _print_table(lines: list[dict[str, Any]]) -> None:
         best = "-" if line["best_bpb"] is None else f"{line['best_bpb']:.4f}"
         step = "-" if line["step"] is None else f"{line['step']:,}/{line['steps']:,}"
         rest = (str(line.get(key, "-")) for key in ("preset", "num_streams", "recipe", "started"))
-        table.add_row(line["run"], line["status"], step, best, *rest)
+        # As it is: a name may read like the markup of tables.
+        table.add_row(*(Text(cell) for cell in (line["run"], line["status"], step, best, *rest)))
     console(240).print(table)
     for line in lines:
         if "error" in line:

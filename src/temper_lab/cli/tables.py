@@ -9,6 +9,8 @@ from typing import Any
 
 import tyro
 
+from temper_lab.io import brief, parse_json
+
 
 def registry() -> tyro.constructors.ConstructorRegistry:
     """What tyro has to know of options that are tables."""
@@ -30,10 +32,7 @@ def registry() -> tyro.constructors.ConstructorRegistry:
 
 
 def _table(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from error
+    value = parse_json(text, brief(text))
     if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a table; expected JSON such as '{{\"rank\": 8}}'")
+        raise ValueError(f"{brief(text)} is not a table; expected JSON such as '{{\"rank\": 8}}'")
     return value

@@ -67,10 +67,10 @@ def theory(
         found = study(network, other, ids, targets, progress=bar.update)
     report = {"model": str(model), "against": against and str(against), "text": source, **found}
     if json_file is not None:
-        from temper_lab.checkpoint.files import dumps, write_whole
+        from temper_lab.io import atomic_write, dumps
 
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(json_file, dumps(json_file.name, report))
+        atomic_write(json_file, dumps(json_file.name, report))
     if plot is not None:
         from temper_lab.figures.theory import draw
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,8 +82,10 @@ def prepare(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
 def train(recipe: Recipe, out: Path | None, *, resume: bool, dry_run: bool, recipe_name: str) -> int:
     """Runs a recipe that is complete."""
     if dry_run:
+        from temper_lab.plan import check_here
         from temper_lab.plan import dry_run as lines
 
+        check_here(recipe)
         print("\n".join(lines(recipe)))
         return 0
     if out is None:
@@ -106,10 +108,7 @@ def _started(recipe: Recipe, start: str) -> Recipe:
 
 
 def _of_run(folder: RunFolder) -> tuple[Recipe, str]:
-    content = folder.read()
-    if not isinstance(content.get("recipe"), Mapping):
-        raise ValueError(f"{folder.path}/run.json holds no recipe; give it with --recipe")
-    return Recipe.from_dict(content["recipe"], f"{folder.path}/run.json"), str(content.get("recipe_name"))
+    return Recipe.from_dict(folder.recipe(), f"{folder.path}/run.json"), str(folder.read().get("recipe_name"))
 
 
 def value_of(words: list[str], option: str) -> str | None:

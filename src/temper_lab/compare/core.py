@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import dumps, read_json, write_whole
+from temper_lab.io import atomic_write, dumps, entry, read_json
 
 FILE_NAME = "core.json"
 
@@ -17,7 +17,9 @@ def read_core(run: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     content = read_json(path)
-    return {"CORE": content["CORE"], "max_per_task": content["max_per_task"], "tasks": content["tasks"]}
+    return {name: content.get(name) for name in ("CORE", "max_per_task")} | {
+        "tasks": entry(content, "tasks", dict, path)
+    }
 
 
 def check_bundle(bundle: Path, max_per_task: int | None) -> None:
@@ -64,5 +66,5 @@ def evaluate(runs: Sequence[Path], bundle: Path, max_per_task: int | None, devic
                 for label, row in found["tasks"].items()
             }
             content = {"CORE": found["core"], "max_per_task": max_per_task, "tasks": tasks_found, "asked": asked}
-            write_whole(path, dumps(FILE_NAME, content))
+            atomic_write(path, dumps(FILE_NAME, content))
             partial.forget()

@@ -26,6 +26,7 @@ def forecast(study: Study, folder: Path | None, session: Session) -> None:
     if folder is not None and folder.exists():
         check_folder(folder)
         check_runs(study, folder)
+    plan.check_here(study.recipe)
     size = study.recipe.model.vocab_size if folder is None else vocab_size(study, folder)
     runs = [cell for cell in study.cells if not study.refusal(cell) and not _is_finished(folder, cell)]
     jobs, threads = session.settled(study.recipe, len(runs))

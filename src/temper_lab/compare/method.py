@@ -10,6 +10,7 @@ from typing import Any
 
 import temper
 from temper.registry import unknown
+from temper_lab.io import parse_json
 from temper_lab.ranks import show_rank
 
 # What may stand in the name of a folder as well.
@@ -70,14 +71,14 @@ def parse_all(texts: Iterable[str]) -> tuple[Method, ...]:
 def _value(text: str) -> Any:
     if RANKS.fullmatch(text):
         return [int(part) for part in text.split("x")]
-    return text if WORD.fullmatch(text) and text not in ("true", "false") else json.loads(text)
+    return text if WORD.fullmatch(text) and text not in ("true", "false") else parse_json(text, "the value")
 
 
 def _tidy(method: str, text: str) -> str:
     """A value in its one spelling."""
     try:
         value = _value(text)
-    except json.JSONDecodeError:
+    except ValueError:
         value = None
     if isinstance(value, list):
         return show_rank(value)

@@ -36,7 +36,7 @@ class Tail:
         self._place += len(whole)
         try:
             return [json.loads(line) for line in whole.splitlines()]
-        except ValueError:
+        except (ValueError, RecursionError):
             # Replaced between two looks: read it from the beginning next time.
             self._inode = 0
             return []

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from temper_lab import metrics
-from temper_lab.checkpoint.files import dumps, read_json, write_whole
 from temper_lab.compare import origin, vary
 from temper_lab.compare.core import read_core
 from temper_lab.compare.counts import counts_of, flops_of
 from temper_lab.compare.runner import Entry
 from temper_lab.compare.study import Study, run_folder
+from temper_lab.io import atomic_write, dumps, read_json
 
 FORMAT = "temper-results-1"
 FILE_NAME = "results.json"
@@ -45,7 +45,7 @@ def gather(study: Study, folder: Path, entries: Iterable[Entry], vocab_size: int
 
 def write(folder: Path, results: Mapping[str, Any]) -> Path:
     path = folder / FILE_NAME
-    write_whole(path, dumps(FILE_NAME, results))
+    atomic_write(path, dumps(FILE_NAME, results))
     return path
 
 
@@ -56,6 +56,16 @@ def read(folder: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return content if content.get("format") == FORMAT else None
+
+
+def known_cost(folder: Path) -> dict[str, Any] | None:
+    """The cost that an earlier command has measured, if it is there in the form that this one writes."""
+    cost = (read(folder) or {}).get("cost")
+    rows = cost.get("rows") if isinstance(cost, dict) else None
+    is_whole = isinstance(rows, list) and all(
+        isinstance(row, dict) and {"method", "streams"} <= set(row) for row in rows
+    )
+    return cost if is_whole else None
 
 
 def _run(study: Study, folder: Path, entry: Entry, vocab_size: int) -> dict[str, Any]:

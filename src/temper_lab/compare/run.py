@@ -17,6 +17,7 @@ from temper_lab.compare.session import Session, is_on_cpu
 from temper_lab.compare.study import FILE_NAME, Study, run_folder
 from temper_lab.compare.vary import MACHINE
 from temper_lab.compare.view import View
+from temper_lab.io import recover
 from temper_lab.provenance import corpus_of
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
@@ -40,6 +41,7 @@ def compare(study: Study, folder: Path, session: Session) -> int:
         if is_new:
             folder.mkdir(parents=True)
             stack.enter_context(claimed(folder))
+        recover(folder)
         study = study.recorded(folder)
         study.write(folder)
         if corpus is not None:
@@ -132,7 +134,7 @@ class _Comparison:
 
     def _known_cost(self) -> Any:
         """What an earlier command has measured, if it was of all these methods."""
-        found = (results.read(self.folder) or {}).get("cost")
+        found = results.known_cost(self.folder)
         asked = {(str(method), streams) for method, streams in cost.groups_of(self.study)}
         known = {(row["method"], row["streams"]) for row in found["rows"]} if found else set()
         return found if known >= asked else None
@@ -160,7 +162,7 @@ def check_runs(study: Study, folder: Path) -> None:
         run = run_folder(folder, cell)
         if not run.is_run:
             continue
-        before = Recipe.from_dict(run.read()["recipe"], str(run.path))
+        before = Recipe.from_dict(run.recipe(), str(run.path))
         if changes := before.changes(study.recipe_of(cell, folder), MACHINE):
             raise ValueError(f"{run.path} is a run of another recipe: {'; '.join(changes)}. Another --out starts anew")
         own = run.path / TOKENIZER

@@ -12,10 +12,10 @@ from typing import Any
 import temper
 from temper.mixers import Mixer
 from temper.registry import unknown
-from temper_lab.checkpoint.files import dumps, read_json, write_whole
 from temper_lab.compare import vary as varying
 from temper_lab.compare.method import Method, parse_all
 from temper_lab.compare.vary import Axes, Settings
+from temper_lab.io import FileError, atomic_write, brief, dumps, entry, read_json
 from temper_lab.model import ModelConfig
 from temper_lab.recipe import Recipe, field_types
 from temper_lab.report.claims import Claim, Record, joined, read_claims
@@ -52,13 +52,13 @@ class Block:
         """From a table of a recipe; an axis that is not in it is another block's."""
         for axis in LISTS:
             if not isinstance(values.get(axis, []), list):
-                raise ValueError(f"{axis} is {values[axis]!r}; expected a list")
+                raise ValueError(f"{axis} is {brief(values[axis])}; expected a list")
         vary = values.get("vary")
         if vary is not None and not isinstance(vary, Mapping):
-            raise ValueError(f'vary is {vary!r}; expected a table such as {{ "optim.matrix_lr" = [0.02, 0.05] }}')
+            raise ValueError(f'vary is {brief(vary)}; expected a table such as {{ "optim.matrix_lr" = [0.02, 0.05] }}')
         methods = values.get("methods")
         if methods is not None and not all(isinstance(method, str) for method in methods):
-            raise ValueError(f"methods is {methods!r}; expected a list of strings")
+            raise ValueError(f"methods is {brief(methods)}; expected a list of strings")
         return cls(
             otherwise.methods if methods is None else parse_all(methods),
             tuple(values.get("streams", otherwise.streams)),
@@ -84,7 +84,7 @@ def read_grid(values: Mapping[str, Any], recipe: Recipe, source: str) -> Grid:
                 raise unknown("option of [compare]", key, (*AXES, "grid", "claims"))
         blocks = values.get("grid", [{}])
         if not isinstance(blocks, list) or not blocks or not all(isinstance(block, Mapping) for block in blocks):
-            raise ValueError(f"grid is {blocks!r}; expected a list of tables with {', '.join(AXES)}")
+            raise ValueError(f"grid is {brief(blocks)}; expected a list of tables with {', '.join(AXES)}")
         for key in (key for block in blocks for key in block if key not in AXES):
             raise unknown("option of a table of grid", key, AXES)
         shared = Block.from_dict(values, otherwise)
@@ -267,7 +267,7 @@ class Study:
         }
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / FILE_NAME, dumps(FILE_NAME, self.to_dict()))
+        atomic_write(folder / FILE_NAME, dumps(FILE_NAME, self.to_dict()))
 
     @classmethod
     def read(cls, folder: Path) -> Study | None:
@@ -277,15 +277,15 @@ class Study:
             return None
         content = read_json(path)
         if content.get("format") != FORMAT:
-            raise ValueError(f"{path} has format {content.get('format')!r}, expected {FORMAT!r}")
-        try:
-            recipe = Recipe.from_dict(content["recipe"], str(path))
-            grid = read_grid({"grid": content["grid"]}, recipe, str(path))
-            # Studies of earlier versions have no claims.
-            claims = read_claims(content.get("claims", []))
-            return cls(content["name"], recipe, grid, tuple(content["commands"]), claims)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not complete: {error!r}") from error
+            raise FileError(f"{path} has format {brief(content.get('format'))}, expected {FORMAT!r}")
+        recipe = Recipe.from_dict(entry(content, "recipe", dict, path), str(path))
+        grid = read_grid({"grid": entry(content, "grid", list, path)}, recipe, str(path))
+        commands = entry(content, "commands", list, path)
+        if not all(isinstance(command, str) for command in commands):
+            raise FileError(f"{path}: 'commands' is {brief(commands)}; expected a list of texts")
+        # Studies of earlier versions have no claims.
+        claims = read_claims(content.get("claims", []))
+        return cls(entry(content, "name", str, path), recipe, grid, tuple(commands), claims)
 
 
 @cache

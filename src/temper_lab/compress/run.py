@@ -16,7 +16,6 @@ from temper.convert import Compressed, Moment, moments, sensitivities
 from temper.convert import compress as replace_generators
 from temper.convert.compress import check
 from temper.convert.moments import routed_sites
-from temper_lab.checkpoint.files import dumps
 from temper_lab.compress.finetune import finetune
 from temper_lab.compress.report import make_report
 from temper_lab.compress.settings import Settings
@@ -24,6 +23,7 @@ from temper_lab.compress.subject import Subject, open_subject
 from temper_lab.compress.text import Batch, Text, open_text
 from temper_lab.distributed import precision, session
 from temper_lab.eval import bits_per_byte
+from temper_lab.io import dumps
 from temper_lab.progress import Bar, waiting
 from temper_lab.provenance import recipe_of
 

@@ -7,13 +7,16 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     import pyarrow.parquet
 
 # Lines of jsonl are read in groups of about this many bytes, text files in groups of up to this many.
 GROUP_BYTES = 1 << 18
+CHUNK = 1 << 20
+# A document of this length is not one: all of it would have to fit the memory several times.
+MAX_LINE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,36 @@ def _read_jsonl(part: Part) -> Iterator[Document]:
     with open(part.path, "rb") as file:
         if part.start:
             # From one byte before, so that a line that begins exactly at the start is not skipped.
-            file.seek(part.start - 1)
-            file.readline()
+            _skip_line(file, part.start - 1)
         while (offset := file.tell()) < part.stop:
-            line = file.readline()
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{part.path}: the line at byte {offset} has more than {MAX_LINE_BYTES:,} bytes")
             if not line:
                 raise ValueError(f"{part.path}: ends at byte {offset}, and had more when the corpus was opened")
             if line.strip():
                 yield str(offset), _line_text(line, f"{part.path}: the line at byte {offset}")
+
+
+# The last long line of some files: a line of many parts is looked through once, not once for each of them.
+_long_lines: dict[tuple[int, ...], tuple[int, int]] = {}
+
+
+def _skip_line(file: BinaryIO, start: int) -> None:
+    """Goes to the end of the line that a byte is in."""
+    status = os.fstat(file.fileno())
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    begin, end = _long_lines.get(key, (0, 0))
+    if begin <= start < end:
+        file.seek(end)
+        return
+    file.seek(start)
+    while (piece := file.readline(CHUNK)) and not piece.endswith(b"\n"):
+        pass
+    if file.tell() - start > CHUNK:
+        if len(_long_lines) > 1000:
+            _long_lines.clear()
+        _long_lines[key] = (start, file.tell())
 
 
 def _line_text(line: bytes, where: str) -> str:

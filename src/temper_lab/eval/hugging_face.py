@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from temper_lab.eval.models import fingerprint, sizes
 from temper_lab.eval.token_bytes import raw_bytes
-from temper_lab.upcycle.theirs import attach, is_upcycled
+from temper_lab.upcycle.theirs import SAFELY, attach, check_theirs, is_upcycled, read_hf
 
 # What begins a document where no BOS is named: models trained without one know the token between documents.
 DELIMITERS = ("<|endoftext|>", "<|bos|>", "<|begin_of_text|>", "<s>")
@@ -41,7 +41,8 @@ def load_theirs(path: Path, *, device: torch.device | str = "cpu") -> tuple[nn.M
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        check_theirs(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **SAFELY)
         network = _network(path)
         if is_upcycled(path):
             attach(network, path)
@@ -65,9 +66,7 @@ def _network(path: Path) -> nn.Module:
 
     if (path / deepseek.FILE_NAME).is_file():
         return deepseek.load(path)
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    return read_hf(path)
 
 
 class TheirTokenizer:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from temper_lab.checkpoint.model_folder import FORMAT
 from temper_lab.engine import KVCache
+from temper_lab.io import read_json
 from temper_lab.load import load
 from temper_lab.model import GPT
 from temper_lab.model.loss import chunk_size
@@ -58,9 +59,9 @@ def is_theirs(path: Path) -> bool:
     if RunFolder(path).is_run:
         return False
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json", allow_nan=True)
         return "model_type" in config and config.get("format") != FORMAT
-    except (OSError, ValueError, AttributeError, TypeError):
+    except ValueError:
         return False
 
 

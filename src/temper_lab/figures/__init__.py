@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from temper_lab.io import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,10 +24,5 @@ def check_target(path: Path) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Writes a figure under its name only when it is complete."""
     check_target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
+    with atomic_file(path) as part:
         figure.savefig(part, dpi=160, bbox_inches="tight")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -9,8 +9,11 @@ from typing import Any
 
 import temper
 from temper.registry import unknown
+from temper_lab.io import brief
 
 WIDTH_PER_DEPTH = 64
+# Far beyond every model there is, and low enough that a slip of the keyboard is an error and not an hour of building.
+LARGEST = {"depth": 1_024, "vocab_size": 1 << 24, "context": 1 << 24, "head_dim": 1 << 16, "num_streams": 1_024}
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,28 @@ class ModelConfig:
     width: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("depth", "vocab_size", "context", "head_dim", "num_streams"):
+        for name, largest in LARGEST.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; expected a whole number >= 1")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+                raise ValueError(f"{name} is {brief(value)}; expected a whole number >= 1 and <= {largest:,}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; expected an even number: positions rotate pairs")
         width = self.width
         if isinstance(width, bool) or not isinstance(width, int) or width < 0 or width % self.head_dim:
             raise ValueError(
-                f"width is {width!r}; expected a multiple of head_dim {self.head_dim}, "
+                f"width is {brief(width)}; expected a multiple of head_dim {self.head_dim}, "
                 f"or 0 for {WIDTH_PER_DEPTH} x depth rounded up to whole heads"
             )
-        if isinstance(self.rope_base, bool) or not isinstance(self.rope_base, int | float) or self.rope_base <= 1:
-            raise ValueError(f"rope_base is {self.rope_base!r}; expected a number > 1")
+        base = self.rope_base
+        if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base <= 1e30:
+            raise ValueError(f"rope_base is {brief(base)}; expected a number > 1 and <= 1e30")
         for name in ("checkpoint_blocks", "recompute"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
+                raise ValueError(f"{name} is {brief(getattr(self, name))}; expected true or false")
+        if not isinstance(self.preset, str):
+            raise ValueError(f"preset is {brief(self.preset)}; expected a name of temper.PRESETS")
         if not isinstance(self.router, Mapping):
-            raise ValueError(f"router is {self.router!r}; expected a mapping of overrides for temper.preset")
+            raise ValueError(f"router is {brief(self.router)}; expected a mapping of overrides for temper.preset")
         object.__setattr__(self, "router", {key: _plain(value) for key, value in self.router.items()})
         object.__setattr__(self, "routers", self._checked_routers())
         self._check_routing()
@@ -112,14 +118,15 @@ class ModelConfig:
     def _checked_routers(self) -> dict[str, Any]:
         expected = "expected overrides by the number of a site, such as {'3': {'rank': 4}}"
         if not isinstance(self.routers, Mapping):
-            raise ValueError(f"routers is {self.routers!r}; {expected}")
+            raise ValueError(f"routers is {brief(self.routers)}; {expected}")
         for key, overrides in self.routers.items():
-            if str(key) not in map(str, range(self.num_sites)):
+            # As it is written: "03" and "٣" are no sites.
+            if not (str(key).isdecimal() and str(key) == str(int(key)) and int(key) < self.num_sites):
                 raise ValueError(
-                    f"routers has a site {key!r}; a model of depth {self.depth} has 0 to {self.num_sites - 1}"
+                    f"routers has a site {brief(key)}; a model of depth {self.depth} has 0 to {self.num_sites - 1}"
                 )
             if not isinstance(overrides, Mapping):
-                raise ValueError(f"routers[{key!r}] is {overrides!r}; {expected}")
+                raise ValueError(f"routers[{key!r}] is {brief(overrides)}; {expected}")
         # JSON has no keys but strings, and the order in which sites were named says nothing.
         return {str(key): _plain(self.routers[key]) for key in sorted(self.routers, key=int)}
 
@@ -127,12 +134,12 @@ class ModelConfig:
         try:
             usual = self.routing()
         except TypeError as error:
-            raise ValueError(f"router is {self.router!r}: {error}") from error
+            raise ValueError(f"router is {brief(self.router)}: {error}") from error
         for key, overrides in self.routers.items():
             try:
                 routing = self.routing(int(key))
             except (TypeError, ValueError) as error:
-                raise ValueError(f"routers[{key!r}] is {overrides!r}: {error}") from error
+                raise ValueError(f"routers[{key!r}] is {brief(overrides)}: {error}") from error
             # A residual site adds to all streams there are.
             if routing.mixer is not None and routing.num_streams != usual.num_streams:
                 raise ValueError(

@@ -9,11 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import read_json
+from temper_lab.io import brief, read_json
 
 FILE_NAME = "results.json"
 FORMAT = "temper-results-1"
 RESIDUAL = "residual"
+# Larger numbers are none: their squares are infinite.
+LARGEST, LARGEST_COUNT = 1e100, 1 << 63
+# What else is in a results.json, as far as the report uses it.
+SHAPES = {"cost": Mapping, "versions": Mapping, "machine": Mapping, "recipe": Mapping}
+SHAPES |= {"methods": list, "streams": list, "seeds": list}
 
 Curve = tuple[tuple[int, float], ...]
 
@@ -94,6 +99,14 @@ class Study:
         """Raises ValueError for anything that is not the content of a results.json."""
         if raw.get("format") != FORMAT:
             raise ValueError(f"the results have format {raw.get('format')!r}, expected {FORMAT!r}")
+        for name, kind in SHAPES.items():
+            if not isinstance(raw.get(name), kind | None):
+                raise ValueError(f"the results have {brief(raw[name])} as {name!r}")
+        for name in ("rows", "setting"):
+            part = _mapping(raw, "cost").get(name)
+            parts = part if name == "rows" and isinstance(part, list) else [part]
+            if not all(isinstance(part, Mapping | None) for part in parts):
+                raise ValueError(f"the results have {brief(part)} as {name!r} of the cost")
         entries = raw.get("runs")
         if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
             raise ValueError("the results have no list of runs")
@@ -183,7 +196,7 @@ def read(path: Path) -> dict[str, Any]:
         )
     if not file.is_file():
         raise ValueError(f"there is no {FILE_NAME} in {path}; `temper compare --out {path}` writes it")
-    raw = read_json(file)
+    raw = read_json(file, allow_nan=True)
     try:
         Study.of(raw)
     except ValueError as error:
@@ -193,15 +206,15 @@ def read(path: Path) -> dict[str, Any]:
 
 def number(value: Any) -> float | None:
     """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         return None
     return float(value)
 
 
 def _whole(entry: Mapping[str, Any], name: str) -> int:
     value = entry[name]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}; expected a whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_COUNT:
+        raise ValueError(f"{name} is {brief(value)}; expected a whole number")
     return value
 
 

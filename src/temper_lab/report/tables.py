@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from temper_lab.report.comparisons import Comparison
@@ -133,15 +133,16 @@ def _interval(row: Row) -> str:
 def cost_table(study: Study) -> Table | None:
     """The interleaved measurement; None if there is none."""
     cost = study.raw.get("cost")
-    entries = [entry for entry in (cost or {}).get("rows") or [] if {"method", "streams"} <= set(entry)]
+    entries = [row for row in (cost or {}).get("rows") or [] if row and isinstance(row.get("streams"), int)]
     if not entries:
         return None
     label_of = {run.method: run.label for run in study.runs}
     rows = []
     for entry in entries:
-        row: dict[str, Any] = {"method": label_of.get(entry["method"], entry["method"]), "streams": entry["streams"]}
+        method = str(entry.get("method"))
+        row: dict[str, Any] = {"method": label_of.get(method, method), "streams": entry["streams"]}
         for name in ("step_ms", "ratio"):
-            measured = entry.get(name) or {}
+            measured = entry[name] if isinstance(entry.get(name), Mapping) else {}
             row |= {f"{name}_{part}": number(measured.get(part)) for part in ("median", "low", "high")}
         rows.append(row)
     columns = (

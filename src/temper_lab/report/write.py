@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import write_whole
+from temper_lab.io import atomic_write
 from temper_lab.progress import Bar
 from temper_lab.report import draw, tabs
 from temper_lab.report.compute import Content, compute
@@ -46,7 +46,7 @@ def write_report(results: Mapping[str, Any], out: Path, extra_tabs: Sequence[Tab
     figures = _figures(content, out / "figures")
     written = _tables(content, out / "tables")
     # The page last: when it is there, so is the rest.
-    write_whole(out / "report.html", html)
+    atomic_write(out / "report.html", html)
     return Report(out / "report.html", tuple(figures), tuple(written), content)
 
 
@@ -70,7 +70,7 @@ def _tables(content: Content, folder: Path) -> list[Path]:
             texts |= {".tex": as_latex(table), ".md": as_markdown(table)}
         for suffix, text in texts.items():
             path = folder / f"{table.name}{suffix}"
-            write_whole(path, text)
+            atomic_write(path, text)
             written.append(path)
     sometimes = ("cost", "core", "claims", "claim-tests")
     for path in (folder / f"{name}{suffix}" for name in sometimes for suffix in (".csv", ".tex", ".md")):

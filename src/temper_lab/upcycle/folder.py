@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from temper_lab import checkpoint
-from temper_lab.checkpoint.files import check_finite, whole_folder
 from temper_lab.eval.models import is_theirs
+from temper_lab.io import atomic_dir, check_finite, entry, read_json
 from temper_lab.load import load as load_ours
 from temper_lab.model import GPT
 from temper_lab.tokenizer import FILE_NAME, Tokenizer
@@ -54,13 +54,15 @@ def upcycle_folder(
     check_out(out)
     options = {"preset": preset, "num_streams": num_streams, **options}
     if not is_theirs(source):
+        if given := [f"--{name}" for name, value in layout.items() if value is not None]:
+            raise ValueError(f"{' and '.join(given)} describe a model of transformers, and {source} is one of this lab")
         return _ours(*load_ours(source), out, options)
     # Where transformers is missing, it says what to install.
     from temper_lab import hf
 
     if is_upcycled(source):
         raise ValueError(f"{source} has streams already; upcycle the model that it was made from")
-    kind = json.loads((source / "config.json").read_text(encoding="utf-8"))["model_type"]
+    kind = entry(read_json(source / "config.json", allow_nan=True), "model_type", str, source / "config.json")
     if kind == "temper":
         raise ValueError(
             f"{source} is an export of a model of this lab; upcycle the model folder that it was made from"
@@ -106,7 +108,7 @@ def _from_nanochat(source: Path) -> tuple[GPT, Tokenizer]:
     from temper_lab.nanochat import from_nanochat
 
     # What puts a BOS before texts in transformers is in the way of ours, which is asked for one.
-    content = json.loads((source / FILE_NAME).read_text(encoding="utf-8")) if (source / FILE_NAME).is_file() else {}
+    content = read_json(source / FILE_NAME, allow_nan=True) if (source / FILE_NAME).is_file() else {}
     tokenizer = Tokenizer.from_json(json.dumps({**content, "post_processor": None}), source / FILE_NAME)
     model = from_nanochat(source)
     if model.config.vocab_size != tokenizer.vocab_size:
@@ -124,7 +126,7 @@ def _theirs(source: Path, out: Path, options: dict[str, Any]) -> Upcycled:
     upcycle_hf(model, **options)
     difference, largest = _compare(logits_BTV, _run(lambda: model(input_ids=ids_BT, use_cache=False).logits))
     check_finite(model.state_dict(), "the model")
-    with whole_folder(out.absolute()) as work:
+    with atomic_dir(out.absolute()) as work:
         model.save_pretrained(work)
         for pattern in TOKENIZER_FILES:
             for path in source.glob(pattern):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import temper
 from temper.wrap import SITES
-from temper_lab.checkpoint.files import read_json
+from temper_lab.io import FileError, brief, entry, read_json
 from temper_lab.upcycle.layouts import layout_of
 from temper_lab.upcycle.ours import check_streams
 
@@ -69,7 +69,7 @@ def upcycle_hf(
 
 def is_upcycled(folder: Path) -> bool:
     """Whether a folder of transformers says that its model has streams."""
-    return read_json(folder / "config.json").get(ENTRY) is not None
+    return read_json(folder / "config.json", allow_nan=True).get(ENTRY) is not None
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:
@@ -85,19 +85,78 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
 
 
 def read_hf(folder: Path, **options: Any) -> PreTrainedModel:
-    """A causal language model of transformers without the streams that it may have; nothing is downloaded."""
+    """A causal language model of transformers without the streams that it may have.
+
+    Nothing is downloaded, unpickled or run; weights that are missing, or have no place in the model, are a ValueError.
+    """
     from transformers import AutoModelForCausalLM
 
+    check_theirs(folder)
     with _quiet():
         try:
-            found = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
+            found, told = AutoModelForCausalLM.from_pretrained(
+                folder, **SAFELY, use_safetensors=True, output_loading_info=True, **options
+            )
         # Their loaders raise whatever they come across.
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(
+            raise FileError(
                 f"{folder}: not a causal language model in safetensors, or not complete: {reason}"
             ) from error
+    _check_all_loaded(folder, told)
     return found
+
+
+# No network, and no code that comes with the weights, whatever somebody answers on standard input.
+SAFELY = {"local_files_only": True, "trust_remote_code": False}
+# How transformers' configurations call the number of their blocks.
+DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"}
+
+
+def check_theirs(folder: Path) -> None:
+    """Raises ValueError for a folder that transformers should not even be asked to read."""
+    config = read_json(folder / "config.json", allow_nan=True)
+    if (folder / "model.safetensors.index.json").is_file():
+        files = entry(read_json(folder / "model.safetensors.index.json"), "weight_map", dict, folder)
+        if strange := [name for name in files.values() if not isinstance(name, str) or Path(name).name != name]:
+            raise FileError(f"{folder}: its weights are in {brief(strange[0])}; expected files of this folder")
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileError(f"{folder}: no weights in safetensors there, which is all that is read here (nothing pickled)")
+    num_tensors = sum(len(_names(path)) for path in paths)
+    sections = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for name, depth in ((name, section[name]) for section in sections for name in DEPTHS & set(section)):
+        # So many blocks would be built before anybody misses their weights.
+        if isinstance(depth, int) and depth > num_tensors:
+            raise FileError(f"{folder}: {name} is {depth}, and there are {num_tensors} tensors; weights are missing")
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _check_all_loaded(folder: Path, told: Mapping[str, Any]) -> None:
+    # The tensors of sites are put in their place afterwards, and old files hold a table that is computed now.
+    unexpected = [
+        name
+        for name in told["unexpected_keys"]
+        if f".{SITES}." not in name and not name.endswith("rotary_emb.inv_freq")
+    ]
+    problems = [
+        f"{len(names)} {kind} ({', '.join(sorted(map(str, names))[:3])})"
+        for kind, names in (
+            ("missing", told["missing_keys"]),
+            ("unexpected", unexpected),
+            ("of another shape", told.get("mismatched_keys") or ()),
+        )
+        if names
+    ]
+    if problems:
+        raise FileError(f"{folder}: these weights are not those of its config.json: {'; '.join(problems)}")
 
 
 def attach(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

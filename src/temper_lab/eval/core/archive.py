@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
-import shutil
+import lzma
 import stat
+import struct
 import tempfile
 import urllib.error
 import urllib.request
-import uuid
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from temper_lab.data.sources import DownloadError
+from temper_lab.io import atomic_dir
 
 # The public bundle has some 160 MB packed, and well below these limits unpacked.
 MAX_BYTES, MAX_PACKED_BYTES, MAX_FILES = 2 << 30, 1 << 30, 10_000
@@ -44,8 +45,8 @@ def unpack(archive: Path, folder: Path) -> None:
             for member in members:
                 # Reads no more than the size that was checked, and compares the checksum.
                 file.extract(member, folder)
-    # Encrypted archives raise RuntimeError, unknown compression NotImplementedError.
-    except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
+    # Encrypted archives raise RuntimeError, unknown compression NotImplementedError, damaged streams their own errors.
+    except (zipfile.BadZipFile, EOFError, RuntimeError, zlib.error, lzma.LZMAError, struct.error) as error:
         raise ValueError(f"{archive} is not a zip that can be unpacked: {error}") from error
     except ValueError as error:
         raise ValueError(f"{archive}: {error}") from error
@@ -65,6 +66,12 @@ def _check(members: list[zipfile.ZipInfo]) -> None:
             raise ValueError(f"{member.orig_filename!r} is a link; expected files and folders")
 
 
+def check_address(url: str) -> None:
+    """Raises ValueError for anything but an address of the web: there are others, which read files."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the address is {url!r}; expected http:// or https://")
+
+
 def download(
     url: str, folder: Path, *, sha256: str | None = None, progress: Callable[[int, int | None], None] | None = None
 ) -> str:
@@ -76,21 +83,15 @@ def download(
     """
     if folder.exists():
         raise ValueError(f"{folder} exists; expected the name of a folder that the bundle can be unpacked into")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"the address is {url!r}; expected http:// or https://")
+    check_address(url)
     folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its final place, so that a rename is all that is left to do.
-    work = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
-    work.mkdir()
-    try:
-        found = _receive(url, work / "bundle.zip", progress)
+    with atomic_dir(folder) as work:
+        # Beside the folder, which gets its name when all of it is there.
+        packed = work.with_name("bundle.zip")
+        found = _receive(url, packed, progress)
         if sha256 is not None and found != sha256.lower():
             raise DownloadError(f"what {url} sent has the SHA-256 {found}, expected {sha256.lower()}")
-        unpack(work / "bundle.zip", work / "unpacked")
-        os.replace(work / "unpacked", folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        unpack(packed, work)
     return found
 
 

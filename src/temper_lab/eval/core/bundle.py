@@ -8,14 +8,18 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import StringIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from temper.registry import unknown
 from temper_lab.eval.core.kinds import KINDS, Item, Kind
+from temper_lab.io import FileError, brief, parse_json, read_text, read_yaml
 
 TASKS_FILE, BASELINES_FILE, ITEMS_FOLDER = "core.yaml", "eval_meta_data.csv", "eval_data"
 SHUFFLE_SEED = 1337
+MAX_TABLE_BYTES, MAX_LINE_BYTES = 1 << 20, 16 << 20
 LABEL_COLUMN, BASELINE_COLUMN = "Eval Task", "Random baseline"
 
 
@@ -116,12 +120,7 @@ def find_root(folder: Path) -> Path:
 
 def _read_tasks(path: Path) -> dict[str, dict[str, Any]]:
     """The entries of `core.yaml` by label."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path)
     entries = content.get("icl_tasks") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: no list of tasks; expected one under 'icl_tasks'")
@@ -139,20 +138,20 @@ def _read_tasks(path: Path) -> dict[str, dict[str, Any]]:
 
 def _task(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise ValueError(f"{entry!r}; expected a mapping")
+        raise ValueError(f"{brief(entry)}; expected a mapping")
     entry = {"continuation_delimiter": " ", **entry}
     for key in ("label", "dataset_uri", "icl_task_type", "continuation_delimiter"):
         if not isinstance(entry.get(key), str):
-            raise ValueError(f"{key!r} is {entry.get(key)!r}; expected a text")
+            raise ValueError(f"{key!r} is {brief(entry.get(key))}; expected a text")
     if entry["icl_task_type"] not in KINDS:
         raise unknown("icl_task_type", entry["icl_task_type"], list(KINDS))
     shots = entry.get("num_fewshot")
     # A list in the public bundle, of one number.
     shots = shots[0] if isinstance(shots, list) and len(shots) == 1 else shots
     if isinstance(shots, bool) or not isinstance(shots, int) or shots < 0:
-        raise ValueError(f"'num_fewshot' is {entry.get('num_fewshot')!r}; expected one whole number >= 0")
+        raise ValueError(f"'num_fewshot' is {brief(entry.get('num_fewshot'))}; expected one whole number >= 0")
     uri = Path(entry["dataset_uri"])
-    if uri.is_absolute() or ".." in uri.parts:
+    if uri.is_absolute() or ".." in uri.parts or "\0" in entry["dataset_uri"]:
         raise ValueError(f"'dataset_uri' is {str(uri)!r}; expected a path inside {ITEMS_FOLDER}/")
     return {**entry, "num_fewshot": shots}
 
@@ -163,7 +162,7 @@ def _read_baselines(path: Path) -> dict[str, float]:
         raise ValueError(f"{path} is missing; expected a table with the columns {LABEL_COLUMN!r}, {BASELINE_COLUMN!r}")
     baselines = {}
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with StringIO(read_text(path, MAX_TABLE_BYTES), newline="") as file:
             reader = csv.DictReader(file, strict=True)
             if lacking := {LABEL_COLUMN, BASELINE_COLUMN} - set(reader.fieldnames or ()):
                 raise ValueError(f"no column {sorted(lacking)[0]!r}")
@@ -175,8 +174,10 @@ def _read_baselines(path: Path) -> dict[str, float]:
                     percent = -1.0
                 if not 0 <= percent < 100:
                     raise ValueError(f"the baseline of {label!r} is {value!r}; expected percent, from 0 to below 100")
+                if label in baselines:
+                    raise ValueError(f"{label!r} comes twice")
                 baselines[label] = percent / 100
-    except (csv.Error, UnicodeDecodeError, ValueError) as error:
+    except (csv.Error, ValueError) as error:
         raise ValueError(f"{path} is not a table of baselines: {error}") from error
     return baselines
 
@@ -184,13 +185,19 @@ def _read_baselines(path: Path) -> dict[str, float]:
 def _read_items(path: Path, kind: Kind) -> list[Item]:
     items = []
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number in count(1):
+            line = file.readline(MAX_LINE_BYTES)
+            if not line:
+                break
+            if len(line) == MAX_LINE_BYTES:
+                raise FileError(f"{path}: line {number} has {MAX_LINE_BYTES:,} bytes or more; no item has")
             if not line.strip():
                 continue
             try:
-                item = json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise FileError(f"{path}: line {number} is not UTF-8 (at byte {error.start})") from error
+            item = parse_json(text, f"{path}: line {number}", allow_nan=True)
             trouble = kind.trouble(item) if isinstance(item, dict) else "expected an object"
             if trouble:
                 raise ValueError(f"{path}: line {number}: {trouble}")

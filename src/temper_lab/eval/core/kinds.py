@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from temper_lab.io import brief
+
 Item = Mapping[str, Any]
 BLANK_LINE = "\n\n"
 SHOT_SEED = 1234
@@ -144,13 +146,13 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> int:
 
 def _not_text(item: Item, name: str) -> str | None:
     value = item.get(name)
-    return None if isinstance(value, str) else f"{name!r} is {value!r}; expected a text"
+    return None if isinstance(value, str) else f"{name!r} is {brief(value)}; expected a text"
 
 
 def _not_options(item: Item, name: str) -> str | None:
     options, gold = item.get(name), item.get("gold")
     if not isinstance(options, list) or len(options) < 2 or not all(isinstance(text, str) for text in options):
-        return f"{name!r} is {options!r}; expected a list of at least two texts"
+        return f"{name!r} is {brief(options)}; expected a list of at least two texts"
     if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(options):
-        return f"'gold' is {gold!r}; expected 0 to {len(options) - 1}, the place of the right one in {name!r}"
+        return f"'gold' is {brief(gold)}; expected 0 to {len(options) - 1}, the place of the right one in {name!r}"
     return None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from temper_lab.checkpoint.files import dumps, write_whole
+from temper_lab.io import atomic_write, dumps, read_json
 
 FORMAT = "temper-core-1"
 Answers = list[bool | None]
@@ -27,21 +26,25 @@ class Partial:
         if self.path is None:
             return
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = read_json(self.path)
+        except ValueError:
             return
-        if isinstance(found, dict) and (found.get("format"), found.get("model")) == (FORMAT, model):
+        if (found.get("format"), found.get("model")) == (FORMAT, model) and isinstance(found.get("tasks"), dict):
             self._content = found
 
     def read(self, task: str, num_items: int) -> tuple[Answers, float]:
         """The answers so far and the seconds they took, for the fingerprint of a task."""
         found = self._content["tasks"].get(task)
-        return (list(found["correct"]), found["seconds"]) if found else ([None] * num_items, 0.0)
+        match found:
+            case {"correct": list(correct), "seconds": int() | float() as seconds}:
+                if len(correct) == num_items and all(answer in (True, False, None) for answer in correct):
+                    return list(correct), seconds
+        return [None] * num_items, 0.0
 
     def write(self, task: str, correct: Answers, seconds: float) -> None:
         self._content["tasks"][task] = {"correct": correct, "seconds": seconds}
         if self.path is not None:
-            write_whole(self.path, dumps(self.path.name, self._content))
+            atomic_write(self.path, dumps(self.path.name, self._content))
 
     def forget(self) -> None:
         """Removes the file: the results are there."""

@@ -19,6 +19,7 @@ from temper_lab.report.explorer import bpe, live
 from temper_lab.report.explorer.texts import default_texts, titles
 from temper_lab.report.explorer.trace import Trace, trace
 from temper_lab.report.page import Tab
+from temper_lab.report.results import Run
 
 LIVE_MEGABYTES, TRACE_MEGABYTES = 24.0, 8.0
 # The page's own script, and what its worker runs.
@@ -107,23 +108,28 @@ def build(
 
 def _of_study(folder: Path, results: Mapping[str, Any]) -> list[tuple[Subject, bool]]:
     """Finished runs that still have a model, one seed of every method and N; and whether each is of the first N."""
-    chosen: dict[tuple[str, int], dict[str, Any]] = {}
-    for run in sorted(results["runs"], key=lambda run: run["seed"]):
-        if run["status"] == "finished" and (folder / "runs" / run["key"] / "model").is_dir():
-            chosen.setdefault((run["method"], run["streams"]), run)
-    methods, streams = list(results["methods"]), list(results["streams"])
+    chosen: dict[tuple[str, int], Run] = {}
+    known = [Run.of(entry) for entry in results["runs"]]
+    for run in sorted(known, key=lambda run: run.seed):
+        # A key is the name of a folder in there, and of nothing else.
+        is_name = Path(run.key).name == run.key
+        if run.is_finished and is_name and (folder / "runs" / run.key / "model").is_dir():
+            chosen.setdefault((run.method, run.streams), run)
+    methods = [*map(str, results.get("methods") or []), *(run.method for run in known)]
+    streams = [*(results.get("streams") or []), *(run.streams for run in known)]
 
     # The residual baseline has one stream at every N, and nothing to look at: it comes after the first N.
-    def place(run: Mapping[str, Any]) -> tuple[int, bool, int]:
-        is_plain = run["preset"] == "residual"
-        return 0 if is_plain else streams.index(run["streams"]), is_plain, methods.index(run["method"])
+    def place(run: Run) -> tuple[int, bool, int]:
+        return 0 if run.is_residual else streams.index(run.streams), run.is_residual, methods.index(run.method)
 
     runs = sorted(chosen.values(), key=place)
     found = []
     for run in runs:
-        bpb = f", {run['final']['bpb']:.3f} bits per byte" if run.get("final") else ""
-        facts = f"{run['parameters']['added']:,} routing parameters{bpb}, seed {run['seed']}"
-        subject = Subject(folder / "runs" / run["key"], f"{run['label']}, N = {run['streams']}", facts)
+        bpb = "" if run.bpb is None else f", {run.bpb:.3f} bits per byte"
+        added = "" if run.added is None else f"{run.added:,} routing parameters"
+        subject = Subject(
+            folder / "runs" / run.key, f"{run.label}, N = {run.streams}", f"{added}{bpb}, seed {run.seed}"
+        )
         found.append((subject, place(run)[0] == place(runs[0])[0]))
     return found
 
