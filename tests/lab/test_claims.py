@@ -347,7 +347,7 @@ def test_figures_show_intervals_above_what_is_allowed(tmp_path):
 def test_a_claim_that_cannot_be_read_is_an_error(tmp_path, capsys):
     (tmp_path / "results.json").write_text(json.dumps(made_up([claim() | {"kind": "obvious"}])))
     assert main(["report", str(tmp_path)]) == 1
-    assert "claim c: unknown kind of claim 'obvious'" in capsys.readouterr().err
+    assert "error: the claims in the results: claim c: unknown kind of claim 'obvious'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

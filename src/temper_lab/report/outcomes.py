@@ -24,7 +24,10 @@ REGION = Style("#5a8fd0")
 
 def outcomes(study: Study) -> list[Outcome]:
     """Every claim that results.json holds, tested on its runs; raises ValueError for one that cannot be read."""
-    claims = read_claims(study.raw.get("claims") or [])
+    try:
+        claims = read_claims(study.raw.get("claims") or [])
+    except ValueError as error:
+        raise ValueError(f"the claims in the results: {error}") from error
     base = _flat(study.raw.get("recipe"))
     varied = {entry["key"]: entry.get("vary") or {} for entry in study.raw["runs"]}
 
