@@ -73,4 +73,4 @@ def _words(settings: Iterable[tuple[str, Any]]) -> str:
 
 def _vary(cell: Cell) -> tuple[tuple[str, Any], ...]:
     """The fields of the recipe that are a run's own."""
-    return getattr(cell, "vary", ())
+    return cell.vary
