@@ -39,7 +39,7 @@ def write_report(results: Mapping[str, Any], out: Path, extra_tabs: Sequence[Tab
         raise ValueError(f"{out} is a file; expected a folder for the report")
     html = page(
         f"{content.study.name}: hyper-connections compared",
-        [*(tab(content) for tab in tabs.TABS), *extra_tabs, tabs.about(content)],
+        [*(tab for make in tabs.TABS if (tab := make(content)) is not None), *extra_tabs, tabs.about(content)],
     )
     for name in ("figures", "tables"):
         (out / name).mkdir(parents=True, exist_ok=True)

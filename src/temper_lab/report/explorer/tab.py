@@ -19,6 +19,7 @@ from temper_lab.report.explorer import bpe, live
 from temper_lab.report.explorer.texts import default_texts, titles
 from temper_lab.report.explorer.trace import Trace, trace
 from temper_lab.report.page import Tab
+from temper_lab.report.results import words
 
 LIVE_MEGABYTES, TRACE_MEGABYTES = 24.0, 8.0
 # The page's own script, and what its worker runs.
@@ -106,9 +107,10 @@ def build(
 
 
 def _of_study(folder: Path, results: Mapping[str, Any]) -> list[tuple[Subject, bool]]:
-    """Finished runs that still have a model, one seed of every method and N; and whether each is of the first N."""
+    """Finished runs that still have a model, one of every method and N; and whether each is of the first N."""
     chosen: dict[tuple[str, int], dict[str, Any]] = {}
-    for run in sorted(results["runs"], key=lambda run: run["seed"]):
+    # The recipe as it is, if there are such runs, and the lowest seed.
+    for run in sorted(results["runs"], key=lambda run: (len(run.get("vary", {})), run["seed"])):
         if run["status"] == "finished" and (folder / "runs" / run["key"] / "model").is_dir():
             chosen.setdefault((run["method"], run["streams"]), run)
     methods, streams = list(results["methods"]), list(results["streams"])
@@ -123,7 +125,8 @@ def _of_study(folder: Path, results: Mapping[str, Any]) -> list[tuple[Subject, b
     for run in runs:
         bpb = f", {run['final']['bpb']:.3f} bits per byte" if run.get("final") else ""
         facts = f"{run['parameters']['added']:,} routing parameters{bpb}, seed {run['seed']}"
-        subject = Subject(folder / "runs" / run["key"], f"{run['label']}, N = {run['streams']}", facts)
+        settings = f", {words(run['vary'])}" if run.get("vary") else ""
+        subject = Subject(folder / "runs" / run["key"], f"{run['label']}, N = {run['streams']}{settings}", facts)
         found.append((subject, place(run)[0] == place(runs[0])[0]))
     return found
 
