@@ -173,7 +173,14 @@ def test_latex_is_balanced_and_escaped(written):
 
 def test_figures_are_there_as_png_and_svg(written):
     names = {"curves", "gaps", "loss", "pareto-bpb", "pareto-core", "parameters", "cost", "sweep-streams"}
-    names |= {"forest-residual", "forest-mhc", "sweep-temper-cp-rank-n4", "claims", "claims-trends"}
+    names |= {
+        "forest-residual",
+        "forest-mhc",
+        "sweep-temper-cp-rank-n4",
+        "sweep-streams-gap",
+        "claims",
+        "claims-trends",
+    }
     assert set(written[1].content.charts) == names
     for suffix, beginning in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         files = {path.stem: path for path in (written[0] / "figures").glob(f"*{suffix}")}
@@ -191,7 +198,7 @@ def test_the_page_is_well_formed_and_loads_nothing(written):
     assert not re.search(r"url\(|@import", css)
     assert html.count("plotly.js v") == 1
     tabs = [values["data-tab"] for tag, values in found.tags if values.get("role") == "tab"]
-    assert tabs == ["overview", "claims", "curves", "parameters", "cost", "significance", "about"]
+    assert tabs == ["overview", "claims", "curves", "sweeps", "parameters", "cost", "significance", "about"]
     for word in (
         "loss is not finite at step 12",
         "0123abcd+changes",
@@ -234,6 +241,128 @@ def test_charts_show_the_data(raw, written):
     sweep = charts["sweep-temper-cp-rank-n4"].panels
     assert sweep[0].marks[0].x == (2, 4, 8, 16)
     assert charts["cost"].panels[0].marks[2].name == "temper-cp-rank8"
+
+
+def varied_study():
+    """Five depths for three methods with two seeds, three seeds at the recipe's own depth; and two rates for mhc."""
+    runs = []
+    for place, method in enumerate(("residual", "mhc", "temper-cp")):
+        for seed in range(3):
+            runs.append(run_entry(method, 4, seed, bpb=2.03 + 0.5 * (seed == 2) + seed / 100 - place / 100))
+        for depth in (2, 6, 12, 24):
+            for seed in range(2):
+                bpb = 2.0 + abs(depth - 12) / 50 + seed / 100 - place * depth / 1000
+                runs.append(run_entry(method, 4, seed, bpb=bpb, vary={"model.depth": depth}))
+    for rate, bpb in ((0.02, 1.8), (0.03, 1.9)):
+        runs.append(run_entry("mhc", 4, 0, bpb=bpb, vary={"optim.routing_lr": rate}))
+    return results(runs)
+
+
+def test_a_varied_study_compares_equal_settings_only(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draw, "draw", drawing("sweep-model.depth-n4"))
+        done = write_report(json.loads(json.dumps(varied_study())), tmp_path)
+    content, page = done.content, Page(done.page.read_text())
+    assert {path.name for path in done.figures} == {"sweep-model.depth-n4.png", "sweep-model.depth-n4.svg"}
+    assert page.open == []
+
+    rows = {(row["method"], row["model.depth"], row["optim.routing_lr"]): row for row in content.tables["main"].rows}
+    assert len(rows) == 3 + 3 * 4 + 2 * 2
+    # The recipe's own settings first.
+    assert list(rows)[:4] == [*((name, 3, 0.025) for name in ("residual", "mhc", "temper-cp")), ("residual", 2, 0.025)]
+    assert rows["mhc", 3, 0.025]["bpb"] == pytest.approx((2.02 + 2.03 + 2.54) / 3)
+    assert rows["mhc", 12, 0.025]["bpb"] == pytest.approx(2.005 - 0.012)
+    assert rows["mhc", 3, 0.02]["seeds"] == 1
+    # Residual has no routing: the same run stands at every rate, of the seeds that others have.
+    assert rows["residual", 3, 0.02]["bpb"] == 2.03
+    assert page.tables["main"][0][:4] == ["method", "N", "depth", "routing_lr"]
+    assert page.tables["main"][1][2:5] == ["3", "0.025", "3"]
+    (bpb,) = (column for column in content.tables["main"].columns if column.title == "bpb")
+    assert [bpb.is_strong(row) for row in list(rows.values())[:6]] == [False, False, True] * 2
+
+    found = {
+        (row["against"], row["method"], row["model.depth"], row["optim.routing_lr"]): row
+        for row in content.tables["significance"].rows
+    }
+    assert [found["residual", "mhc", depth, 0.025]["pairs"] for depth in (2, 3, 6)] == [2, 3, 2]
+    for depth in (2, 6, 12, 24):
+        assert found["residual", "temper-cp", depth, 0.025]["difference"] == pytest.approx(-2 * depth / 1000)
+    assert found["residual", "mhc", 3, 0.02]["difference"] == pytest.approx(-0.23)
+    assert len(found) == 2 * (2 * 5 + 2)
+    text = (tmp_path / "tables" / "main.csv").read_text()
+    assert text.startswith("method,streams,model.depth,optim.routing_lr,seeds,")
+    assert r"method & N & depth & routing\_lr & seeds" in (tmp_path / "tables" / "main.tex").read_text()
+    keys = {row["key"]: row for row in content.tables["runs"].rows}
+    assert keys["mhc-n4-s0-depth2"]["model.depth"] == 2
+    assert (keys["residual-n1-s0"]["model.depth"], keys["residual-n1-s0"]["optim.routing_lr"]) == (3, None)
+    depths = [(row["model.depth"], row["optim.routing_lr"]) for row in content.tables["curves"].rows]
+    assert len(set(depths)) == 7
+    assert "With depth = 3, routing_lr = 0.025: temper-cp has the lowest mean of 3 methods" in content.lines[0]
+    assert any(
+        "lowest mean bpb of the values tried: 12 for residual, mhc, temper-cp." in line for line in content.lines
+    )
+    assert content.charts["curves"].title == "Validation bits per byte, depth = 3, routing_lr = 0.025"
+
+
+def test_figures_of_varied_fields():
+    charts = compute(varied_study()).charts
+    assert [name for name in charts if name.startswith("sweep-")] == [
+        *("sweep-model.depth-n4", "sweep-model.depth-n4-gap"),
+        *("sweep-optim.routing_lr-n4", "sweep-optim.routing_lr-n4-gap"),
+    ]
+    (panel,) = charts["sweep-model.depth-n4"].panels
+    assert (panel.title, panel.x.is_log) == ("Validation bpb, routing_lr = 0.025", True)
+    assert panel.x.ticks == ((2, "2"), (3, "3"), (6, "6"), (12, "12"), (24, "24"))
+    line, seeds, ring = (mark for mark in panel.marks if mark.method == "mhc")
+    # Over the two seeds that all depths have: the third is left out where it is there.
+    bpbs = [2.2 - 0.002, 2.03 - 0.01, 2.12 - 0.006, 2.0 - 0.012, 2.24 - 0.024]
+    assert line.x == (2, 3, 6, 12, 24)
+    assert line.y == pytest.approx([bpb + 0.005 for bpb in bpbs])
+    assert (len(seeds.x), seeds.is_faint, seeds.line) == (10, True, False)
+    assert seeds.y[:4] == pytest.approx([bpbs[0], bpbs[0] + 0.01, bpbs[1], bpbs[1] + 0.01])
+    assert (ring.is_ring, ring.x, ring.y[0]) == (True, (12,), pytest.approx(bpbs[3] + 0.005))
+    assert "mean over seeds 0, 1, which all points have" in charts["sweep-model.depth-n4"].caption
+
+    (panel,) = charts["sweep-model.depth-n4-gap"].panels
+    assert {mark.method for mark in panel.marks} == {"mhc", "temper-cp"}
+    line, seeds = (mark for mark in panel.marks if mark.method == "temper-cp")
+    assert line.y == pytest.approx([-0.004, -0.02, -0.012, -0.024, -0.048])
+    assert seeds.y == pytest.approx([gap for gap in line.y for _ in range(2)])
+    assert [(rule.name, rule.value) for rule in panel.rules] == [("residual", 0.0)]
+
+    # Less than a decade; and residual is level, so none of its points is the best.
+    (panel,) = charts["sweep-optim.routing_lr-n4"].panels
+    assert not panel.x.is_log
+    assert [mark.x for mark in panel.marks if mark.method == "mhc" and mark.line] == [(0.02, 0.025, 0.03)]
+    assert [mark.x for mark in panel.marks if mark.is_ring] == [(0.02,)]
+    for chart in charts.values():
+        for one in chart.panels:
+            plotly.graph_objects.Figure(interactive.figure(one))
+
+
+def test_values_that_are_no_numbers_stand_one_after_the_other():
+    runs = [
+        run_entry("mhc", 4, 0, bpb=bpb, vary={"train.precision": precision})
+        for bpb, precision in ((2.0, "float64"), (1.9, "bfloat16"))
+    ]
+    content = compute(results(runs))
+    (panel,) = content.charts["sweep-train.precision-n4"].panels
+    assert panel.x.ticks == ((0, "float64"), (1, "bfloat16"))
+    # There is no residual to compare with, and nothing has the recipe's own setting.
+    assert "sweep-train.precision-n4-gap" not in content.charts
+    assert content.study.here == {"train.precision": "float64"}
+
+
+def test_results_of_before_there_were_axes(raw):
+    old = json.loads(json.dumps(raw))
+    del old["vary"]
+    for run in old["runs"]:
+        del run["vary"]
+    assert compute(old).to_dict() == compute(raw).to_dict()
+    for vary in ([1], {"model.depth": {"a": 1}}):
+        old["runs"][0]["vary"] = vary
+        with pytest.raises(ValueError, match="vary is"):
+            Study.of(old)
 
 
 def test_statements_are_computed(written):

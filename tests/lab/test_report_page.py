@@ -7,7 +7,7 @@ from temper_lab.report import write_report
 
 IS_DRAWN = "[...document.querySelectorAll('.plot')].every(plot => plot.offsetParent === null || plot.dataset.drawn)"
 SHOWN = "[...document.querySelectorAll('[role=tabpanel]')].filter(panel => !panel.hidden).map(panel => panel.id).join()"
-TABS = ("overview", "claims", "curves", "parameters", "cost", "significance", "about")
+TABS = ("overview", "claims", "curves", "sweeps", "parameters", "cost", "significance", "about")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from temper_lab.compare.session import Session, num_cores
 from temper_lab.compare.study import Block, Study, override, read_grid
 from temper_lab.compare.vary import MACHINE
 from temper_lab.model import GPT
+from temper_lab.optim.groups import assign
 
 TABLE1 = ("residual", "mhc", "mhc-lite", "kromhc", "temper-cp", "temper-tucker")
 # Runs, those of them that are skipped, and the methods in the order of the table.
@@ -209,6 +210,8 @@ def test_a_value_that_the_recipe_has_is_no_other_run():
     ]
     # A residual network has no routing to train, and no run is trained twice.
     assert study.value_of(study.cells[0], "optim.routing_lr") is None
+    with torch.device("meta"):
+        assert not assign(GPT(study.recipe_of(study.cells[0], Path("x")).model))["routing"]
     # What a step takes is measured with the recipe as it is; a learning rate does not change it.
     assert [(str(method), n) for method, n in groups_of(study)] == [("residual", 1), ("mhc", 4)]
     assert groups_of(replace(study, grid=override(study.grid, [], [], [], ["model.depth=2,4"]))) == []
@@ -223,13 +226,14 @@ def test_runs_are_trained_block_after_block_and_seed_by_seed(tmp_path):
     grid = [
         {"methods": ["residual", "mhc"], "streams": [4, 8], "seeds": [1, 0]},
         {"methods": ["kromhc"], "streams": [2], "seeds": [0]},
-        {"methods": ["residual", "hc"], "streams": [4], "seeds": [0], "vary": {"model.depth": [2, 3]}},
+        {"methods": ["residual", "hc"], "streams": [4], "seeds": [0, 1], "vary": {"model.depth": [2, 3]}},
     ]
     settings = recipe.load("demo")
     study = Study("x", settings, read_grid({"grid": grid}, settings, "x"))
     expected = [
         *("residual-n1-s1", "mhc-n4-s1", "mhc-n8-s1", "residual-n1-s0", "mhc-n4-s0", "mhc-n8-s0", "kromhc-n2-s0"),
         *("residual-n1-s0-depth2", "hc-n4-s0-depth2", "hc-n4-s0"),
+        *("residual-n1-s1-depth2", "hc-n4-s1-depth2", "hc-n4-s1"),
     ]
     assert keys(study.queue) == expected
     assert sorted(keys(study.cells)) == sorted(expected)

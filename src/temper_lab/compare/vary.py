@@ -103,7 +103,8 @@ def value_in(recipe: Mapping[str, Any], settings: Mapping[str, Any], name: str, 
     if is_residual and name in ROUTING:
         return None
     section, _, key = name.partition(".")
-    return settings[name] if name in settings else recipe[section].get(key)
+    fields = recipe.get(section)
+    return settings.get(name, fields.get(key) if isinstance(fields, Mapping) else None)
 
 
 def of_residual(settings: Settings) -> Settings:
@@ -153,7 +154,11 @@ def suffix(settings: Settings) -> str:
 
 def frozen(settings: Mapping[str, Any]) -> Settings:
     """Settings of a JSON file."""
-    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items())
+
+    def fixed(value: Any) -> Any:
+        return tuple(map(fixed, value)) if isinstance(value, list) else value
+
+    return tuple((name, fixed(value)) for name, value in settings.items())
 
 
 def plain(axes: Axes | Settings) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Mark:
         x_low, x_high, y_low, y_high: error bars, as values.
         texts: one for each point, shown with its values.
         is_faint: background.
+        is_ring: an open circle around points that stand out.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Mark:
     y_high: Numbers = ()
     texts: tuple[str, ...] = ()
     is_faint: bool = False
+    is_ring: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from temper_lab.report.results import Study
 from temper_lab.report.statistics import CONFIDENCE, Paired, holm, t_quantile
@@ -20,7 +21,8 @@ class Comparison:
     Args:
         differences: by seed.
         paired: None without a common seed.
-        p_holm: corrected for all comparisons with the same baseline at the same N.
+        p_holm: corrected for all comparisons with the same baseline at the same N and settings.
+        settings: the varied fields of the runs, on both sides.
     """
 
     against: str
@@ -30,6 +32,7 @@ class Comparison:
     paired: Paired | None
     p_holm: float | None
     verdict: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def baselines(study: Study) -> list[str]:
@@ -59,7 +62,8 @@ def _compare_at(study: Study, against: str, streams: int) -> list[Comparison]:
     comparisons = []
     for label, differences, paired in rows:
         p = next(corrected) if paired is not None and paired.p is not None else None
-        comparisons.append(Comparison(against, label, streams, differences, paired, p, _verdict(paired, p)))
+        verdict = _verdict(paired, p)
+        comparisons.append(Comparison(against, label, streams, differences, paired, p, verdict, study.here))
     return comparisons
 
 

@@ -47,7 +47,10 @@ def compute(results: Mapping[str, Any]) -> Content:
     main, cost, core = tables.main_table(study), tables.cost_table(study), core_table(study)
     compared = {against: compare(study, against) for against in baselines(study)}
     comparisons = [one for rows in compared.values() for one in rows]
-    all_tables = [main, tables.significance_table(comparisons), cost, core]
+    # Figures and sentences are of one setting, the tables of all.
+    others = [variant for variant in study.variants if variant.settings != study.settings]
+    everywhere = comparisons + [one for there in others for base in baselines(there) for one in compare(there, base)]
+    all_tables = [main, tables.significance_table(everywhere), cost, core]
     claims = outcomes(study)
     if claims:
         all_tables += [claims_table(claims), tests_table(claims)]
@@ -59,7 +62,7 @@ def compute(results: Mapping[str, Any]) -> Content:
         figures.pareto(study, main),
         figures.pareto(study, main, "core"),
         sweeps.parameters(study),
-        *sweeps.sweep_charts(study, main),
+        *sweeps.sweep_charts(study),
         figures.cost(study, cost),
         *(figures.forest(study, rows) for rows in compared.values()),
         *claims_charts(claims),
@@ -69,9 +72,9 @@ def compute(results: Mapping[str, Any]) -> Content:
         said.setdefault(n, []).append(line)
     return Content(
         study,
-        tuple(comparisons),
+        tuple(everywhere),
         {table.name: table for table in all_tables if table is not None},
-        {chart.name: chart for chart in charts if chart is not None},
+        {chart.name: figures.at_settings(chart, study) for chart in charts if chart is not None},
         said,
         tuple(claims),
     )

@@ -61,6 +61,8 @@ def _panel(panel: Panel, axes: Axes) -> None:
 
 def _mark(mark: Mark, axes: Axes) -> None:
     color, faint = mark.style.color, 0.4 if mark.is_faint else 1.0
+    # A name that begins with an underscore would be left out of the legend; rings and faint points belong to others.
+    name = mark.name.replace("_", "\u02cd", mark.name.startswith("_"))
     axes.errorbar(
         mark.x,
         mark.y,
@@ -70,12 +72,12 @@ def _mark(mark: Mark, axes: Axes) -> None:
         alpha=faint,
         linestyle=DASHES[mark.style.dash] if mark.line else "none",
         linewidth=1.4,
-        marker=MARKERS[mark.style.marker] if mark.points else None,
-        markersize=3 if mark.is_faint or (mark.line and mark.points) else 6,
+        marker="o" if mark.is_ring else MARKERS[mark.style.marker] if mark.points else None,
+        markersize=11 if mark.is_ring else 3 if mark.is_faint or (mark.line and mark.points) else 6,
+        markerfacecolor="none" if mark.is_ring else None,
         elinewidth=1.2,
         capsize=2.5,
-        # A name that begins with an underscore would be left out of the legend; faint points belong to others.
-        label=None if mark.is_faint and mark.points else mark.name.replace("_", "\u02cd", mark.name.startswith("_")),
+        label=None if mark.is_ring or (mark.is_faint and mark.points) else name,
     )
     if mark.low:
         axes.fill_between(mark.x, mark.low, mark.high, color=color, alpha=0.15, linewidth=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from temper_lab.report.charts import Axis, Chart, Mark, Panel, Rule, file_name
 from temper_lab.report.comparisons import Comparison
@@ -12,6 +13,8 @@ from temper_lab.report.series import Series, average, frontier, gap, gap_referen
 from temper_lab.report.styles import PLAIN, Style, styles
 
 STEP = Axis("step")
+# Charts of the runs with one setting; sweeps show the others.
+ONE_SETTING = ("curves", "gaps", "loss", "pareto-", "parameters", "forest-")
 
 
 def curves(study: Study) -> Chart | None:
@@ -63,7 +66,9 @@ def pareto(study: Study, main: Table, metric: str = "bpb") -> Chart | None:
     sign = 1 if metric == "bpb" else -1
     for n in study.streams:
         rows = [
-            row for row in main.rows if row["streams"] == n and row[metric] is not None and row["added"] is not None
+            row
+            for row in main.rows
+            if row["streams"] == n and study.holds(row) and row[metric] is not None and row["added"] is not None
         ]
         points = [(row["added"], row[metric]) for row in rows if row["added"] > 0]
         if not points:
@@ -208,8 +213,13 @@ def _line(label: str, look: Style, series: Series) -> Mark:
     )
 
 
+def at_settings(chart: Chart, study: Study) -> Chart:
+    """A chart whose title has the settings of its runs, if the study varies some and the chart is of one setting."""
+    return replace(chart, title=chart.title + study.suffix) if chart.name.startswith(ONE_SETTING) else chart
+
+
 def _with_caption(chart: Chart, caption: str) -> Chart:
-    return Chart(chart.name, chart.title, chart.panels, caption)
+    return replace(chart, caption=caption)
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:

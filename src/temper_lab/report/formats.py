@@ -60,7 +60,7 @@ class Table:
     Without columns it is data for programs, and only written as CSV.
 
     Args:
-        group: an entry; a line is drawn where it changes.
+        group: entries; a line is drawn where one of them changes.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Table:
     rows: tuple[Row, ...]
     columns: tuple[Column, ...] = ()
     note: str = ""
-    group: str = ""
+    group: tuple[str, ...] = ()
 
 
 def as_csv(table: Table) -> str:
@@ -190,7 +190,7 @@ def percent(share: float | None) -> str:
 
 def _news(table: Table) -> list[bool]:
     """Whether a new group begins with a row; the first group needs no line above it."""
-    values = [row.get(table.group) for row in table.rows]
+    values = [[row.get(name) for name in table.group] for row in table.rows]
     return [place > 0 and value != values[place - 1] for place, value in enumerate(values)]
 
 

@@ -90,6 +90,8 @@ def _mark(mark: Mark, panel: Panel) -> list[dict[str, Any]]:
         "marker": {"color": mark.style.color, "symbol": mark.style.marker, "size": _size(mark)},
         "hovertemplate": _hover(mark.name, panel, bool(mark.texts)),
     }
+    if mark.is_ring:
+        trace["marker"] |= {"symbol": "circle-open", "size": 17, "line": {"width": 2}}
     if mark.texts:
         trace["text"] = [escape(text) for text in mark.texts]
     for axis, centres, low, high in (("x", mark.x, mark.x_low, mark.x_high), ("y", mark.y, mark.y_low, mark.y_high)):

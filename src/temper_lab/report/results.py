@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from temper_lab.compare import vary
+from temper_lab.compare.vary import Settings
 from temper_lab.io import brief, read_json
 
 FILE_NAME = "results.json"
@@ -50,6 +52,7 @@ class Run:
     core_tasks: Mapping[str, float]
     core_errors: Mapping[str, float]
     step_seconds: float | None
+    vary: Settings = ()
 
     @property
     def is_residual(self) -> bool:
@@ -84,15 +87,23 @@ class Run:
             core_tasks=_tasks(_mapping(core, "tasks")),
             core_errors=_errors(_mapping(core, "tasks")),
             step_seconds=number(timing.get("step_seconds")),
+            vary=_settings(entry),
         )
 
 
 @dataclass(frozen=True)
 class Study:
-    """What results.json holds, with what follows from it."""
+    """What results.json holds, with what follows from it.
+
+    Args:
+        runs: all of them.
+        settings: the varied fields of the runs that are looked at, and numbers are taken from; all others are left
+            aside. `under` looks at other ones.
+    """
 
     raw: Mapping[str, Any]
     runs: tuple[Run, ...]
+    settings: Settings = ()
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Study:
@@ -124,7 +135,8 @@ class Study:
         asked = [str(method) for method in raw.get("methods") or []]
         order = {method: place for place, method in reversed(list(enumerate(asked)))}
         # In the order that was asked for; sorting is stable, so the rest stays as it was.
-        return cls(raw, tuple(sorted(runs, key=lambda run: order.get(run.method, len(order)))))
+        study = cls(raw, tuple(sorted(runs, key=lambda run: order.get(run.method, len(order)))))
+        return study.under(study._usual())
 
     @property
     def name(self) -> str:
@@ -150,15 +162,78 @@ class Study:
         """The label of the residual runs."""
         return next((run.label for run in self.runs if run.is_residual), None)
 
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of the recipe that are varied."""
+        asked = _mapping(self.raw, "vary")
+        found = {name: None for run in self.runs for name, _ in run.vary}
+        return tuple(sorted(found, key=lambda name: list(asked).index(name) if name in asked else len(asked)))
+
+    def values(self, settings: Settings, *, is_residual: bool = False) -> dict[str, Any]:
+        """The value of every varied field; None for one that a residual run does not depend on. Lists are texts."""
+        recipe = _mapping(self.raw, "recipe")
+        found = {name: vary.value_in(recipe, dict(settings), name, is_residual=is_residual) for name in self.fields}
+        return {
+            name: value if value is None or isinstance(value, str | int | float) else vary.show(value)
+            for name, value in found.items()
+        }
+
+    @cached_property
+    def here(self) -> dict[str, Any]:
+        """The value of every varied field in the runs that are looked at."""
+        return self.values(self.settings)
+
+    @property
+    def words(self) -> str:
+        """The settings that are looked at, for people."""
+        return words(self.here)
+
+    @property
+    def suffix(self) -> str:
+        """The same at the end of a title; empty for a study that varies nothing."""
+        return f", {self.words}" if self.fields else ""
+
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of a table is of the runs that are looked at."""
+        return all(row[name] == value for name, value in self.here.items())
+
+    def under(self, settings: Settings) -> Study:
+        """The same study, looking at the runs with other settings."""
+        return replace(self, settings=settings)
+
+    @cached_property
+    def variants(self) -> tuple[Study, ...]:
+        """The study with each of the settings that runs have."""
+        found = dict.fromkeys(run.vary for run in self.runs if not run.is_residual)
+        seen = {vary.of_residual(settings) for settings in found}
+        found |= dict.fromkeys(run.vary for run in self.runs if run.is_residual and run.vary not in seen)
+        values = {settings: self.values(settings) for settings in found}
+        ranks = {name: vary.ordered(each[name] for each in values.values()) for name in self.fields}
+        places = {one: [ranks[name].index(value) for name, value in values[one].items()] for one in found}
+        return tuple(self.under(settings) for settings in sorted(found, key=places.__getitem__))
+
+    def _usual(self) -> Settings:
+        """The recipe's own settings if something finished with them, or else those with the most finished runs."""
+
+        def finished(variant: Study) -> tuple[bool, int]:
+            runs = [run for n in variant.streams for label in variant.labels for run in variant.measured(label, n)]
+            return bool(runs) and not variant.settings, len(runs)
+
+        return max(self.variants, key=finished, default=self).settings
+
     def at(self, label: str, streams: int) -> tuple[Run, ...]:
-        """All runs of a method at N, whatever became of them."""
+        """All runs of a method at N with the settings that are looked at, whatever became of them."""
+        others = [run for run in self.runs if run.vary == self.settings and not run.is_residual]
         # A mean over more seeds than the others have is not a mean to stand beside theirs.
-        seeds = {run.seed for run in self.runs if run.streams == streams and not run.is_residual}
-        return tuple(
-            run
-            for run in self.runs
-            if run.label == label and (run.streams == streams or (run.is_residual and (run.seed in seeds or not seeds)))
-        )
+        seeds = {run.seed for run in others if run.streams == streams}
+        residual = vary.of_residual(self.settings)
+
+        def is_here(run: Run) -> bool:
+            if not run.is_residual:
+                return run.streams == streams and run.vary == self.settings
+            return run.vary == residual and (run.seed in seeds if others else streams == self.streams[0])
+
+        return tuple(run for run in self.runs if run.label == label and is_here(run))
 
     def measured(self, label: str, streams: int) -> dict[int, Run]:
         """By seed, the runs of a method that finished with a bpb."""
@@ -183,8 +258,10 @@ class Study:
         return config.dim, 2 * config.num_layers
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A section of the recipe, empty if it is not there."""
-        return _mapping(_mapping(self.raw, "recipe"), name)
+        """A section of the recipe with the settings that are looked at, empty if it is not there."""
+        start = f"{name}."
+        varied = {field.removeprefix(start): value for field, value in self.settings if field.startswith(start)}
+        return {**_mapping(_mapping(self.raw, "recipe"), name), **varied}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -202,6 +279,11 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not a study: {error}") from error
     return raw
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """Fields with their values: `depth = 4, matrix_lr = 0.05`."""
+    return ", ".join(f"{vary.short(name)} = {vary.show(value)}" for name, value in values.items())
 
 
 def number(value: Any) -> float | None:
@@ -225,6 +307,14 @@ def _count(value: Any) -> int | None:
 def _mapping(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = entry.get(name)
     return value if isinstance(value, Mapping) else {}
+
+
+def _settings(entry: Mapping[str, Any]) -> Settings:
+    """What is varied in a run; nothing in results of an older version."""
+    found = entry.get("vary") or {}
+    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+        raise ValueError(f"vary is {found!r}; expected fields with their values")
+    return vary.frozen({str(name): found[name] for name in sorted(found)})
 
 
 def _curve(columns: Mapping[str, Any], name: str) -> Curve:

@@ -9,16 +9,21 @@ from temper_lab.report.counts import paper
 from temper_lab.report.formats import Row, Table, percent, spread
 from temper_lab.report.results import Study
 from temper_lab.report.series import frontier
+from temper_lab.report.sweeps import best_values
 
 
 def statements(study: Study, main: Table, comparisons: Sequence[Comparison]) -> dict[int, list[str]]:
     """A few sentences for every N in which something finished."""
     found = {}
     for n in study.streams:
-        rows = [row for row in main.rows if row["streams"] == n and row["bpb"] is not None]
+        rows = [row for row in main.rows if row["streams"] == n and row["bpb"] is not None and study.holds(row)]
         here = [one for one in comparisons if one.streams == n]
         if rows:
             found[n] = [_best(rows), *_verdicts(here), *_savings(rows, here), *_order(rows, n)]
+            if study.fields:
+                found[n][0] = f"With {study.words}: {found[n][0]}"
+        if lines := best_values(study, n):
+            found[n] = [*found.get(n, []), *lines]
     return found
 
 

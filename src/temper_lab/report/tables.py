@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from temper_lab.compare import vary
 from temper_lab.report.comparisons import Comparison
 from temper_lab.report.counts import added, paper, paper_row
 from temper_lab.report.formats import DASH, Column, Row, Table, decimal, percent, spread, whole
@@ -20,14 +22,20 @@ SCALE = (
 
 def main_table(study: Study) -> Table:
     """The paper's table 1 with our numbers beside the paper's."""
-    rows = [_main_row(study, label, n) for n in study.streams for label in study.labels_at(n)]
-    lowest = {
-        n: min((row["bpb"] for row in rows if row["streams"] == n and row["bpb"] is not None), default=None)
-        for n in study.streams
-    }
+    group = ("streams", *study.fields)
+    # Those of the figures first.
+    variants = sorted(study.variants, key=lambda variant: variant.settings != study.settings)
+    places = itertools.product(study.streams, variants)
+    rows = [_main_row(variant, label, n) for n, variant in places for label in variant.labels_at(n)]
+    lowest: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        if row["bpb"] is not None:
+            key = tuple(row[name] for name in group)
+            lowest[key] = min(row["bpb"], lowest.get(key, row["bpb"]))
     columns = [
         Column("method", lambda row: row["method"], "method", is_text=True),
         Column("N", lambda row: str(row["streams"]), "streams"),
+        *vary_columns(study.fields),
         Column("seeds", _seeds, "seeds"),
         Column("added parameters", lambda row: whole(row["added"]), "added"),
         Column("of mhc", lambda row: percent(row["of_mhc"]), "of_mhc"),
@@ -36,7 +44,7 @@ def main_table(study: Study) -> Table:
             "bpb",
             lambda row: spread(row["bpb"], row["bpb_sd"]),
             "bpb",
-            is_strong=lambda row: row["bpb"] is not None and row["bpb"] == lowest[row["streams"]],
+            is_strong=lambda row: row["bpb"] is not None and row["bpb"] == lowest[tuple(row[name] for name in group)],
         ),
     ]
     if any(row["core"] is not None for row in rows):
@@ -48,20 +56,31 @@ def main_table(study: Study) -> Table:
         Column("paper: CORE", lambda row: decimal(row["paper_core"], 3), "paper_core"),
     ]
     note = (
-        f"Mean ± standard deviation over seeds; bold is the lowest mean bpb at that N, be it by noise. "
+        f"Mean ± standard deviation over seeds; bold is the lowest mean bpb at that N{_with(study)}, be it by noise. "
         f"Added parameters are trainable routing parameters{_at_size(study)}; of the paper's model, "
         f"D = {paper()['dim']} and {paper()['sites']} sites, also for methods that the paper does not have. {SCALE}"
     )
     if study.baseline is not None and len(study.streams) > 1:
         note += " Residual has one stream whatever N is: the same runs stand at every N, of the seeds that others have."
-    return Table(
-        "main", f"{study.name}: methods beside the paper's table 1", tuple(rows), tuple(columns), note, "streams"
-    )
+    return Table("main", f"{study.name}: methods beside the paper's table 1", tuple(rows), tuple(columns), note, group)
+
+
+def vary_columns(fields: Iterable[str]) -> list[Column]:
+    """A column for every varied field."""
+    return [
+        Column(vary.short(name), lambda row, name=name: DASH if row[name] is None else vary.show(row[name]), name)
+        for name in fields
+    ]
+
+
+def _with(study: Study) -> str:
+    return " and these settings" if study.fields else ""
 
 
 def _main_row(study: Study, label: str, streams: int) -> dict[str, Any]:
     runs, asked = list(study.measured(label, streams).values()), study.at(label, streams)
-    row: dict[str, Any] = {"method": label, "streams": streams, "seeds": len(runs), "asked": len(asked)}
+    row: dict[str, Any] = {"method": label, "streams": streams, **study.here}
+    row |= {"seeds": len(runs), "asked": len(asked)}
     row["state"] = "" if runs else "/".join(dict.fromkeys(run.status for run in asked))
     row["added"] = next((run.added for run in asked if run.added is not None), None)
     mhc = next((run.added for run in study.at("mhc", streams) if run.added), None)
@@ -86,7 +105,8 @@ def _seeds(row: Row) -> str:
 
 
 def _at_size(study: Study) -> str:
-    return "" if study.size is None else f" (D = {study.size[0]}, {study.size[1]} sites)"
+    is_one = not any(name.startswith("model.") for name in study.fields)
+    return "" if study.size is None or not is_one else f" (D = {study.size[0]}, {study.size[1]} sites)"
 
 
 def significance_table(comparisons: Sequence[Comparison]) -> Table:
@@ -98,6 +118,7 @@ def significance_table(comparisons: Sequence[Comparison]) -> Table:
                 "against": one.against,
                 "streams": one.streams,
                 "method": one.label,
+                **one.settings,
                 "pairs": paired.pairs if paired else 0,
                 "difference": paired.mean if paired else None,
                 "low": paired.low if paired else None,
@@ -107,9 +128,11 @@ def significance_table(comparisons: Sequence[Comparison]) -> Table:
                 "verdict": one.verdict,
             }
         )
+    fields = dict.fromkeys(name for one in comparisons for name in one.settings)
     columns = (
         Column("method", lambda row: row["method"], "method", is_text=True),
         Column("N", lambda row: str(row["streams"]), "streams"),
+        *vary_columns(fields),
         Column("against", lambda row: row["against"], "against", is_text=True),
         Column("difference in bpb", lambda row: decimal(row["difference"], sign=True), "difference"),
         Column("95% interval", _interval, "low"),
@@ -121,7 +144,8 @@ def significance_table(comparisons: Sequence[Comparison]) -> Table:
         ),
     )
     note = (
-        "Differences of bpb, paired by seed; below 0 is better. Corrected by Holm for all with that baseline at that N."
+        "Differences of bpb, paired by seed; below 0 is better. Corrected by Holm for all with that baseline at that N"
+        f"{' and these settings' if fields else ''}."
     )
     return Table("significance", "Differences over seeds", tuple(rows), columns, note)
 
@@ -167,6 +191,7 @@ def runs_table(study: Study) -> Table:
     rows = [
         {
             "key": run.key,
+            **study.values(run.vary, is_residual=run.is_residual),
             "status": run.status,
             "step": run.step,
             "steps": run.steps,
@@ -181,6 +206,7 @@ def runs_table(study: Study) -> Table:
     ]
     columns = (
         Column("run", lambda row: row["key"], "key", is_text=True),
+        *vary_columns(study.fields),
         Column("status", lambda row: row["status"], "status", lambda row: row["status"] != "finished", True),
         Column("step", lambda row: f"{whole(row['step'])} of {whole(row['steps'])}", "step"),
         Column("bpb", lambda row: decimal(row["bpb"]), "bpb"),
@@ -203,12 +229,12 @@ def why(run: Run) -> str | None:
 def curves_table(study: Study) -> Table:
     """The bpb curves as data: mean and standard deviation over seeds."""
     rows = []
-    for n in study.streams:
-        for label in study.labels_at(n):
-            series = average([run.val for run in study.measured(label, n).values()])
+    for n, variant in itertools.product(study.streams, study.variants):
+        for label in variant.labels_at(n):
+            series = average([run.val for run in variant.measured(label, n).values()])
             if series is not None:
                 sds = series.sds or [None] * len(series.steps)
                 for step, centre, sd_ in zip(series.steps, series.means, sds, strict=True):
-                    row = {"method": label, "streams": n, "seeds": series.seeds, "step": step}
+                    row = {"method": label, "streams": n, **variant.here, "seeds": series.seeds, "step": step}
                     rows.append(row | {"bpb": centre, "bpb_sd": sd_})
     return Table("curves", "Validation bpb", tuple(rows))

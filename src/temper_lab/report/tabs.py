@@ -15,7 +15,7 @@ from temper_lab.report.counts import paper
 from temper_lab.report.formats import as_html, whole
 from temper_lab.report.outcomes import LOOKS
 from temper_lab.report.page import Tab
-from temper_lab.report.results import Study
+from temper_lab.report.results import Study, words
 from temper_lab.report.styles import styles
 from temper_lab.report.tables import SCALE, why
 
@@ -37,9 +37,14 @@ def curves(content: Content) -> Tab:
     return _tab(content, "curves", "Curves", _charts(content, ["curves", "gaps", "loss"]), _nothing("curve"))
 
 
+def sweeps(content: Content) -> Tab | None:
+    """Only for a study that varies something."""
+    parts = _charts(content, [name for name in content.charts if name.startswith("sweep-")])
+    return _tab(content, "sweeps", "Sweeps", parts) if parts else None
+
+
 def parameters(content: Content) -> Tab:
-    swept = [name for name in content.charts if name.startswith("sweep-")]
-    parts = _charts(content, ["pareto-bpb", "pareto-core", *swept, "parameters"])
+    parts = _charts(content, ["pareto-bpb", "pareto-core", "parameters"])
     if content.study.size is None:
         parts.append(_sentence("The recipe in results.json does not say the size of the model, so nothing is counted."))
     return _tab(content, "parameters", "Parameters", [*parts, _table(content, "core")])
@@ -105,6 +110,7 @@ def about(content: Content) -> Tab:
         "methods": ", ".join(map(str, raw.get("methods") or [])),
         "streams": ", ".join(map(str, raw.get("streams") or [])),
         "seeds": ", ".join(map(str, raw.get("seeds") or [])),
+        **({"varied": raw["vary"]} if raw.get("vary") else {}),
     }
     recipe = json.dumps(raw.get("recipe"), indent=2, ensure_ascii=False)
     parts = [
@@ -114,7 +120,8 @@ def about(content: Content) -> Tab:
             f"<h3>Versions</h3>{_facts(raw.get('versions') or {})}"
         ),
         _card(
-            "<h2>Recipe</h2><p>The shared part: preset, streams, routing options and seed differ from run to run.</p>"
+            "<h2>Recipe</h2><p>The shared part: each run has its own preset, streams, routing options, seed and varied "
+            "fields.</p>"
             f'<pre tabindex="0">{escape(recipe)}</pre>'
         ),
         _card(
@@ -191,8 +198,11 @@ def _setting(study: Study) -> str:
         parts.append(f"{steps:,} steps of {batch:,} tokens")
     if corpus := study.section("data").get("corpus"):
         parts.append(f"corpus {corpus}")
+    parts += [f"{name} varied" for name in study.fields]
+    equal = " and of the same settings" if study.fields else ""
     return (
-        f"{'; '.join(parts)}. All methods of a seed see the same data in the same order for the same number of steps."
+        f"{'; '.join(parts)}. All methods of a seed{equal} see the same data in the same order for the same number of "
+        "steps."
     )
 
 
@@ -204,7 +214,8 @@ def _tiles(content: Content) -> str:
     if rows:
         best = min(rows, key=lambda row: row["bpb"])
         where = "" if best["method"] == study.baseline else f", N = {best['streams']}"
-        tiles.append((f"{best['bpb']:.4f}", f"lowest mean bpb: {best['method']}{where}"))
+        settings = "".join(f", {words({name: best[name]})}" for name in study.fields)
+        tiles.append((f"{best['bpb']:.4f}", f"lowest mean bpb: {best['method']}{where}{settings}"))
     routed = [row for row in rows if row["added"]]
     if routed:
         least = min(routed, key=lambda row: row["added"])
@@ -245,4 +256,4 @@ def _steps() -> str:
     return " and ".join(f"{steps:,} steps at N = {n}" for n, steps in paper()["steps"].items())
 
 
-TABS = (overview, claims, curves, parameters, cost, significance)
+TABS = (overview, claims, curves, sweeps, parameters, cost, significance)

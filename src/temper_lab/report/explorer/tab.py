@@ -19,7 +19,7 @@ from temper_lab.report.explorer import bpe, live
 from temper_lab.report.explorer.texts import default_texts, titles
 from temper_lab.report.explorer.trace import Trace, trace
 from temper_lab.report.page import Tab
-from temper_lab.report.results import Run
+from temper_lab.report.results import Run, words
 
 LIVE_MEGABYTES, TRACE_MEGABYTES = 24.0, 8.0
 # The page's own script, and what its worker runs.
@@ -107,10 +107,11 @@ def build(
 
 
 def _of_study(folder: Path, results: Mapping[str, Any]) -> list[tuple[Subject, bool]]:
-    """Finished runs that still have a model, one seed of every method and N; and whether each is of the first N."""
+    """Finished runs that still have a model, one of every method and N; and whether each is of the first N."""
     chosen: dict[tuple[str, int], Run] = {}
     known = [Run.of(entry) for entry in results["runs"]]
-    for run in sorted(known, key=lambda run: run.seed):
+    # The recipe as it is, if there are such runs, and the lowest seed.
+    for run in sorted(known, key=lambda run: (len(run.vary), run.seed)):
         # A key is the name of a folder in there, and of nothing else.
         is_name = Path(run.key).name == run.key
         if run.is_finished and is_name and (folder / "runs" / run.key / "model").is_dir():
@@ -127,8 +128,9 @@ def _of_study(folder: Path, results: Mapping[str, Any]) -> list[tuple[Subject, b
     for run in runs:
         bpb = "" if run.bpb is None else f", {run.bpb:.3f} bits per byte"
         added = "" if run.added is None else f"{run.added:,} routing parameters"
+        settings = f", {words(dict(run.vary))}" if run.vary else ""
         subject = Subject(
-            folder / "runs" / run.key, f"{run.label}, N = {run.streams}", f"{added}{bpb}, seed {run.seed}"
+            folder / "runs" / run.key, f"{run.label}, N = {run.streams}{settings}", f"{added}{bpb}, seed {run.seed}"
         )
         found.append((subject, place(run)[0] == place(runs[0])[0]))
     return found
