@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.generators.base import Generator, Modes, Shapes, mode_product
-from temper.ops.plan import Form
+from temper.ops.plan import GeneratorSpec
 
 
 class Dense(Generator, name="dense"):
@@ -40,13 +40,13 @@ class Dense(Generator, name="dense"):
         eye_RR = torch.eye(in_map_RND.shape[0], dtype=in_map_RND.dtype, device=in_map_RND.device)
         return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
 
-    def native(self) -> Form:
-        return Form("dense")
+    def native(self) -> GeneratorSpec:
+        return GeneratorSpec("dense")
 
     def stored(self) -> tuple[Tensor, ...]:
         return (self.weight,)
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         weight = self.weight.detach()
         for mode, matrix in enumerate(maps):
             weight = mode_product(weight, matrix, mode)

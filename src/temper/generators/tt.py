@@ -22,7 +22,7 @@ from temper.generators.base import (
     mode_product,
     ranks_within,
 )
-from temper.ops.plan import Form
+from temper.ops.plan import GeneratorSpec
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -96,13 +96,13 @@ class TT(Generator, name="tt"):
             out_map = torch.tensordot(out_map, core, dims=1)
         return in_map_RND, out_map.squeeze(-1)
 
-    def native(self) -> Form:
-        return Form("tt", self.rank)
+    def native(self) -> GeneratorSpec:
+        return GeneratorSpec("tt", self.rank)
 
     def stored(self) -> tuple[Tensor, ...]:
         return tuple(self.cores)
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         pairs = enumerate(zip(self.cores, maps, strict=True))
         return {f"cores.{k}": mode_product(core.detach(), matrix, 1) for k, (core, matrix) in pairs}
 

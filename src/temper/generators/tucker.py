@@ -22,7 +22,7 @@ from temper.generators.base import (
     mode_product,
     ranks_within,
 )
-from temper.ops.plan import Form
+from temper.ops.plan import GeneratorSpec
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -129,8 +129,8 @@ class Tucker(Generator, name="tucker"):
             out_map = (out_map[:, None, ..., None] * wide).flatten(0, 1)
         return in_map_RND, out_map
 
-    def native(self) -> Form:
-        return Form("tucker", self.rank)
+    def native(self) -> GeneratorSpec:
+        return GeneratorSpec("tucker", self.rank)
 
     def stored(self) -> tuple[Tensor, ...]:
         return self.core, *self.factors
@@ -140,7 +140,7 @@ class Tucker(Generator, name="tucker"):
         stream_NA, feature_DB = (factor.to(dtype=dtype) for factor in self.factors[:2])
         return stream_NA.T, feature_DB.T
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         factors = zip(self.factors, maps, strict=True)
         stretched = {
             f"factors.{k}": mode_product(factor.detach(), matrix, 0) for k, (factor, matrix) in enumerate(factors)

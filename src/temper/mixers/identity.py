@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from temper.mixers.base import Growth, Mixer
-from temper.ops.plan import Native
+from temper.ops.plan import MixerSpec
 
 
 class Identity(Mixer, name="identity"):
@@ -32,11 +32,11 @@ class Identity(Mixer, name="identity"):
         eye = torch.eye(self.num_streams, dtype=logits.dtype, device=logits.device)
         return eye + logits.sum(-1)[..., None, None]
 
-    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+    def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
         return torch.empty_like(logits)
 
     def lipschitz(self) -> float:
         return 0.0
 
-    def native(self) -> Native:
-        return Native("identity")
+    def native(self) -> MixerSpec:
+        return MixerSpec("identity")
