@@ -12,7 +12,7 @@ from temper_lab.compare import vary
 from temper_lab.ranks import show_rank
 from temper_lab.report.charts import Axis, Chart, Mark, Numbers, Panel, Rule, file_name
 from temper_lab.report.counts import added, option
-from temper_lab.report.results import Run, Study
+from temper_lab.report.results import Run, Study, words
 from temper_lab.report.statistics import Paired, mean
 from temper_lab.report.styles import Style, styles
 
@@ -137,9 +137,7 @@ def field_sweeps(study: Study, name: str, streams: int) -> list[Sweep]:
                 lines.append(Line(label, looks[label], points, label))
         # Residual alone has no N.
         if any(line.label != study.baseline for line in lines) or (lines and streams == study.streams[0]):
-            title = ", ".join(
-                f"{vary.short(field)} = {vary.show(value)}" for field, value in zip(others, fixed, strict=True)
-            )
+            title = words(dict(zip(others, fixed, strict=True)))
             baseline = next((line for line in lines if line.label == study.baseline), None)
             found.append(Sweep.of(title, axis, {x: value for value, x in places.items()}, lines, baseline))
     return found
@@ -164,7 +162,7 @@ def best_values(study: Study, streams: int) -> list[str]:
 
 def _charts(name: str, title: str, found: Sequence[Sweep], note: str = "") -> list[Chart]:
     """The numbers against the axis; and, where residual is there too, the differences to it."""
-    panels = [panel for sweep in found for metric in METRICS if (panel := _panel(sweep, metric))]
+    panels = [panel for metric in METRICS for sweep in found if (panel := _panel(sweep, metric))]
     charts = [Chart(name, title, tuple(panels), _caption(found, note))] if panels else []
     gaps = [panel for sweep in found if (panel := _gaps(sweep))]
     if gaps:
