@@ -341,22 +341,18 @@ def make_base(folder: Path) -> Path:
 
 
 def prepare() -> None:
-    """Imports what all cases need, once."""
-    import transformers  # noqa: F401
+    """Imports everything, once."""
+    import importlib
+    import pkgutil
 
-    import temper_lab.cli.compare
-    import temper_lab.cli.train
-    import temper_lab.compare.forecast
-    import temper_lab.compress
-    import temper_lab.eval.core
-    import temper_lab.eval.hugging_face
-    import temper_lab.export
-    import temper_lab.hf
-    import temper_lab.report
-    import temper_lab.report.explorer
-    import temper_lab.theory
-    import temper_lab.train
-    import temper_lab.upcycle.folder  # noqa: F401
+    import temper_lab
+
+    for module in pkgutil.walk_packages(temper_lab.__path__, "temper_lab."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    # Imported late by others, every time for a second.
+    importlib.import_module("matplotlib.backends.backend_svg")
+    importlib.import_module("transformers.models.llama.modeling_llama")
 
 
 def main() -> int:
