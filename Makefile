@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two processes with a thread each beat one with two: the tests are many and small.
 JOBS ?= 2
 
-.PHONY: setup demo test lint browser docs bench clean
+.PHONY: setup demo test fuzz lint browser docs bench clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,12 @@ demo: setup
 
 test: setup lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS)
+
+# For minutes or hours: CASES=10000 SEED=1. What fails is kept in tests/fuzz/corpus, which `make test` runs.
+CASES ?= 1000
+SEED ?= 0
+fuzz: setup
+	$(BIN)/python tests/fuzz/fuzz.py --cases $(CASES) --seed $(SEED) --keep
 
 # Tests of pages need a browser. Where it cannot be installed (no root, no apt, no network) they are skipped and say so.
 browser:

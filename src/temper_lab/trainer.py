@@ -18,6 +18,7 @@ from temper_lab.data import Corpus, Loader, validation_batches
 from temper_lab.distributed import Spread, World, precision
 from temper_lab.eval import bits_per_byte
 from temper_lab.interrupt import StopWish
+from temper_lab.io import entry
 from temper_lab.load import load
 from temper_lab.metrics import Lines, TensorBoard
 from temper_lab.model import GPT
@@ -306,24 +307,27 @@ class Trainer:
                 self.spread.load_state_dict(load(start)[0].state_dict())
                 self.say(f"starting with the weights of {start}")
             return
-        state = found.state
+        state, where = found.state, found.path / "state.json"
         try:
+            versions, rng = entry(state, "versions", dict, where), entry(state, "rng", list, where)
             self.spread.load_state_dict(found.model())
             self.optimizers.load_state_dict(found.optimizer(), state["optimizer"])
-            if len(state["loaders"]) != self.split.shares:
+            if len(entry(state, "loaders", list, where)) != self.split.shares:
                 raise ValueError(
                     f"it was trained on {len(state['loaders'])} shares of the data, not {self.split.shares}"
                 )
             for share, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][share])
-            if self.world.rank < len(state["rng"]):
-                checkpoint.set_rng_state(state["rng"][self.world.rank])
-            self.step, self.best_bpb = found.step, state["best_bpb"]
-        except (ValueError, KeyError, TypeError) as error:
+            if self.world.rank < len(rng):
+                checkpoint.set_rng_state(rng[self.world.rank])
+            self.step = found.step
+            self.best_bpb = None if state.get("best_bpb") is None else entry(state, "best_bpb", float, where)
+        # Inside are the states of many parts, each of which has its own idea of what is wrong with one.
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
             raise ValueError(f"cannot resume from {found.path}: {error}") from error
         self.say(f"resumed from {found.path}")
         now = {**runs.versions(), "processes": self.world.size}
-        for name, before in {**state.get("versions", {}), "processes": len(state["rng"])}.items():
+        for name, before in {**versions, "processes": len(rng)}.items():
             if now.get(name) != before:
                 self.say(f"note: {name} was {before}, is {now.get(name)}: the last bits may differ")
 

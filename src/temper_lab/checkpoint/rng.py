@@ -36,7 +36,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
             numpy.random.set_state(tuple(state["numpy"]))
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state_all([_decode(part) for part in state["cuda"]])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError) as error:
         raise ValueError(f"this is not the state of random number generators: {error!r}") from error
 
 

@@ -101,7 +101,7 @@ def _message(error: Exception) -> str:
         return "something here is nested too deeply to be read"
     if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ModuleNotFoundError):
         return text or type(error).__name__
-    return f"{type(error).__name__}: {text} (unexpected; --debug shows where it comes from)"
+    return f"{type(error).__name__}{f': {text}' if text else ''} (unexpected; --debug shows where it comes from)"
 
 
 def _call(name: str, words: list[str]) -> int:

@@ -10,9 +10,12 @@ import tyro
 
 import temper
 from temper.config import RouterConfig
+from temper_lab.io import brief
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+MAX_SITES, MAX_SIZE = 1_000_000, 1 << 24
 
 
 def params(
@@ -42,8 +45,11 @@ def params(
     """
     if not streams:
         raise ValueError("--streams is empty; expected at least one number")
-    if sites < 1:
-        raise ValueError(f"--sites is {sites}; expected at least 1")
+    if not 1 <= sites <= MAX_SITES:
+        raise ValueError(f"--sites is {brief(sites)}; expected 1 to {MAX_SITES:,}")
+    for name, values in (("streams", streams), ("dim", [dim])):
+        if strange := [value for value in values if not 1 <= value <= MAX_SIZE]:
+            raise ValueError(f"--{name} has {brief(strange[0])}; expected 1 to {MAX_SIZE:,}")
     counts = count_all(streams, dim, sites, ranks)
     if plot is not None:
         from temper_lab.figures.parameters import draw

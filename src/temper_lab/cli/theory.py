@@ -66,15 +66,21 @@ def theory(
     with Bar("sites", len(network.sites())) as bar:
         found = study(network, other, ids, targets, progress=bar.update)
     report = {"model": str(model), "against": against and str(against), "text": source, **found}
+    is_new = json_file is not None and not json_file.exists()
     if json_file is not None:
         from temper_lab.io import atomic_write, dumps
 
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(json_file, dumps(json_file.name, report))
     if plot is not None:
         from temper_lab.figures.theory import draw
 
-        draw(report, plot)
+        try:
+            draw(report, plot)
+        except OSError:
+            # Both or neither.
+            if json_file is not None and is_new:
+                json_file.unlink(missing_ok=True)
+            raise
     from temper_lab.progress import console
     from temper_lab.theory.show import show
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from temper_lab.data.formats import open_parquet
-from temper_lab.data.sources import DownloadError, Info, Source, SourceError, find_source, sha256_of
+from temper_lab.data.sources import DownloadError, Info, Pace, Source, SourceError, find_source, sha256_of
+from temper_lab.io import fsync, open_new
 
 REPO = "karpathy/climbmix-400b-shuffle"
 LAST_SHARD = 6542
 # Seconds before each further attempt at a file that stopped arriving; any progress starts the list again.
 PAUSES = (1.0, 4.0, 15.0)
+PROGRESS = 500
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in total."""
@@ -61,6 +64,9 @@ def download(
 
     wanted = [path for path in paths if not path.exists() or _trouble(path, known[path.name])]
     total = sum(known[path.name].size for path in wanted)
+    free = shutil.disk_usage(folder).free
+    if not 0 <= total <= free:
+        raise DownloadError(f"{where} has {total:,} bytes to send, and there is room for {free:,} in {folder}")
     done = 0
     for path in wanted:
         _fetch(where, path, known[path.name], partial(_report, progress, done, total))
@@ -86,28 +92,35 @@ def _fetch(where: Source, path: Path, info: Info, report: Callable[[int], object
             f"{path.name} from {where} is not what was expected: {trouble}. Run the same command again."
         )
     os.replace(part, path)
-    _sync(path.parent)
+    fsync(path.parent)
 
 
 def _receive(where: Source, part: Path, info: Info, report: Callable[[int], object]) -> None:
     """Appends to a partial file until it has its size, patiently."""
     name = part.name[1:-5]
     pauses = list(PAUSES)
-    with open(part, "ab") as file:
+    with open_new(part) as file:
         while file.tell() != info.size:
             before = file.tell() if file.tell() < info.size else 0
             try:
                 with where.open(name, before) as (start, chunks):
                     file.truncate(start)
                     file.seek(start)
+                    pace = Pace()
                     for chunk in chunks:
+                        if file.tell() + len(chunk) > info.size:
+                            # Nobody knows what the beginning is worth.
+                            part.unlink()
+                            raise DownloadError(f"{name} from {where} has more than the {info.size:,} bytes announced")
                         _write(file, chunk)
                         report(file.tell())
+                        pace.check(file.tell() - start)
                 if file.tell() < info.size:
                     raise SourceError(f"it ended after {file.tell():,} of {info.size:,} bytes")
                 break
             except SourceError as error:
-                pauses = list(PAUSES) if file.tell() > before else pauses
+                # A byte now and then is no progress.
+                pauses = list(PAUSES) if file.tell() - before > PROGRESS else pauses
                 if not pauses:
                     message = f"{name} from {where} stopped at {file.tell():,} bytes ({error}). "
                     raise DownloadError(message + "Run the same command again to continue from there.") from error
@@ -141,11 +154,3 @@ def _trouble(path: Path, info: Info | None) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,23 @@ class DownloadError(ValueError):
 
 class SourceError(Exception):
     """A source stopped answering; worth another attempt."""
+
+
+class Pace:
+    """Raises SourceError when less than a modest line would bring has come for a while."""
+
+    def __init__(self, *, seconds: float = 60.0, rate: int = 2_000) -> None:
+        self.seconds, self.rate = seconds, rate
+        self._since, self._before = time.monotonic(), 0
+
+    def check(self, done: int) -> None:
+        """Called with the bytes that have come so far."""
+        now = time.monotonic()
+        if now - self._since < self.seconds:
+            return
+        if done - self._before < self.rate * self.seconds:
+            raise SourceError(f"it sends less than {self.rate:,} bytes a second")
+        self._since, self._before = now, done
 
 
 @dataclass(frozen=True)
@@ -45,13 +63,18 @@ class Hub:
         self.repo = repo
         self.endpoint = endpoint
 
+    @property
+    def _token(self) -> bool | None:
+        """The user's own is for the hub; a mirror is not told."""
+        return None if self.endpoint is None else False
+
     def __str__(self) -> str:
         return f"{self.endpoint or 'https://huggingface.co'}/datasets/{self.repo}"
 
     def info(self, names: list[str]) -> dict[str, Info]:
         import huggingface_hub
 
-        api = huggingface_hub.HfApi(endpoint=self.endpoint)
+        api = huggingface_hub.HfApi(endpoint=self.endpoint, token=self._token)
         found = {}
         with _network():
             for start in range(0, len(names), 100):
@@ -67,11 +90,12 @@ class Hub:
 
         url = huggingface_hub.hf_hub_url(self.repo, name, repo_type="dataset", endpoint=self.endpoint)
         # Compressed on the way, the offsets would not be those of the file.
-        headers = {**build_hf_headers(), "Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
+        headers = {**build_hf_headers(token=self._token), "Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
         with _network(), get_session().stream("GET", url, headers=headers, timeout=60) as response:
             hf_raise_for_status(response)
-            # A server that knows no ranges answers 200 and starts from the beginning.
-            yield (offset if response.status_code == 206 else 0), response.iter_bytes(CHUNK)
+            # A server that knows no ranges answers 200 and starts from the beginning. Nothing is unpacked, whatever the
+            # server calls it, and every piece is handed on as it comes: who waits can tell how slow it is.
+            yield (offset if response.status_code == 206 else 0), response.iter_raw()
 
 
 class Folder:

@@ -9,14 +9,16 @@ import stat
 import struct
 import tempfile
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from temper_lab.data.sources import DownloadError
+from temper_lab.data.sources import DownloadError, Pace, SourceError
 from temper_lab.io import atomic_dir
 
 # The public bundle has some 160 MB packed, and well below these limits unpacked.
@@ -88,28 +90,48 @@ def download(
     with atomic_dir(folder) as work:
         # Beside the folder, which gets its name when all of it is there.
         packed = work.with_name("bundle.zip")
-        found = _receive(url, packed, progress)
+        found = _receive(url, packed, progress, is_checked=sha256 is not None)
         if sha256 is not None and found != sha256.lower():
             raise DownloadError(f"what {url} sent has the SHA-256 {found}, expected {sha256.lower()}")
         unpack(packed, work)
     return found
 
 
-def _receive(url: str, path: Path, progress: Callable[[int, int | None], None] | None) -> str:
-    digest, done = hashlib.sha256(), 0
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Redirects to other addresses of the web, and without a SHA-256 to check by, of the same host only."""
+
+    def __init__(self, *, is_checked: bool) -> None:
+        self.is_checked = is_checked
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        if new.scheme not in ("http", "https") or (old.scheme == "https" and new.scheme == "http"):
+            raise DownloadError(f"{req.full_url} leads to {newurl[:200]!r}, which is not followed")
+        if not self.is_checked and new.hostname != old.hostname:
+            raise DownloadError(
+                f"{req.full_url} leads to another host, {str(new.hostname)[:200]!r}; give --sha256, or that address"
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _receive(url: str, path: Path, progress: Callable[[int, int | None], None] | None, *, is_checked: bool) -> str:
+    digest, done, pace = hashlib.sha256(), 0, Pace()
+    opener = urllib.request.build_opener(_SameHost(is_checked=is_checked))
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response, open(path, "wb") as file:
-            length = response.headers.get("Content-Length")
-            total = int(length) if length else None
-            while chunk := response.read(CHUNK):
+        with opener.open(url, timeout=TIMEOUT) as response, open(path, "xb") as file:
+            length = response.headers.get("Content-Length") or ""
+            total = int(length) if length.isdecimal() and len(length) < 20 else None
+            # As it comes, so that a server that lets it drip is noticed.
+            while chunk := response.read1(CHUNK):
                 done += len(chunk)
+                pace.check(done)
                 if max(done, total or 0) > MAX_PACKED_BYTES:
                     raise DownloadError(f"{url}: more than {MAX_PACKED_BYTES:,} bytes; too many for a bundle")
                 file.write(chunk)
                 digest.update(chunk)
                 if progress is not None:
                     progress(done, total)
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, SourceError) as error:
         raise DownloadError(f"{url} did not come ({error}). Go online, or take --bundle from elsewhere.") from error
     if total is not None and done != total:
         raise DownloadError(f"{url} ended after {done:,} of {total:,} bytes. Run the same command again.")

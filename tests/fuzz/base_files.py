@@ -1,0 +1,72 @@
+"""What cases are made from."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import shutil
+from pathlib import Path
+
+from core_bundles import write_bundle
+from studies import results, run_entry
+
+from temper_lab.cli import main
+
+# By its path: there are several of this name.
+spec = importlib.util.spec_from_file_location("lab_conftest", Path(__file__).parents[1] / "lab" / "conftest.py")
+conftest = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(conftest)
+
+
+def make(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = random.Random(0)
+    texts = [" ".join(rng.choice(conftest.TEXT.split()) for _ in range(rng.randint(20, 60))) for _ in range(40)]
+    for name in ("corpus", "lines", "shards"):
+        (folder / name).mkdir()
+    for index, text in enumerate(texts[:12]):
+        (folder / "corpus" / f"{index:02d}.txt").write_text(text)
+    for name, part in (("a", texts[:20]), ("b", texts[20:])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (folder / "lines" / f"{name}.jsonl").write_text(lines)
+        pq.write_table(pa.table({"text": part}), folder / "shards" / f"{name}.parquet")
+    for name in ("shard_00000.parquet", "shard_06542.parquet"):
+        shutil.copy(folder / "shards" / "a.parquet", folder / "shards" / name)
+    (folder / "tiny.toml").write_text(conftest.RECIPE.format(corpus=folder / "corpus"))
+    steps = ["--train.steps", "2", "--train.val-every", "1", "--train.save-every", "1", "--train.sample-tokens", "0"]
+    assert main(["train", "--recipe", str(folder / "tiny.toml"), "--out", str(folder / "run"), *steps]) == 0
+    shutil.copytree(folder / "run" / "model", folder / "model")
+    # A run that has not ended: its model is that of its newest checkpoint.
+    shutil.copytree(folder / "run", folder / "checkpoints")
+    shutil.rmtree(folder / "checkpoints" / "model")
+    words = ["compare", "--recipe", str(folder / "tiny.toml"), "--methods", "residual,temper-cp", "--streams", "2"]
+    _study(folder / "study", words)
+    write_bundle(folder / "bundle")
+    shutil.make_archive(str(folder / "bundle"), "zip", folder / "bundle")
+    _llama(folder / "llama", texts)
+
+
+def _study(folder: Path, words: list[str]) -> None:
+    from temper_lab import recipe
+    from temper_lab.compare.study import Study, override, read_grid
+
+    folder.mkdir()
+    settings = recipe.load(words[2])
+    grid = override(read_grid({}, settings, "x"), ["residual,temper-cp"], [2], [0, 1])
+    Study("tiny", settings, grid, ("temper compare",)).write(folder)
+    runs = [run_entry(method, streams=2, seed=seed) for method in ("residual", "mhc") for seed in (0, 1)]
+    (folder / "results.json").write_text(json.dumps(results(runs)))
+
+
+def _llama(folder: Path, texts: list[str]) -> None:
+    import torch
+    import transformers
+    from test_hugging_face import byte_level, fast, llama
+
+    torch.manual_seed(0)
+    llama(400).save_pretrained(folder)
+    fast(byte_level(texts), bos_token="<|endoftext|>").save_pretrained(folder)
+    assert transformers.AutoTokenizer.from_pretrained(folder).bos_token_id is not None

@@ -1,0 +1,388 @@
+"""A fuzzer of every file that the lab reads and every option of every command.
+
+A case is a command and some files in a folder that is made for it. It runs in a forked process with limits, and has to
+end as everything ends here: with an exit code of ours, at most one line of an error, and nothing half-written.
+
+    python tests/fuzz/fuzz.py --cases 10000 --seed 0
+    python tests/fuzz/fuzz.py --seed 0 --only 1234        one case again, with all it said
+
+A case is decided by the seed and its number. What fails is written into tests/fuzz/corpus, which the tests run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "lab")]
+
+from mutate import mutated, strange_value  # noqa: E402
+
+CORPUS = HERE / "corpus"
+CPU_SECONDS, WALL_SECONDS, MAX_MEMORY = 30, 240, 2 << 30
+CODES = (0, 1, 2)
+
+
+@dataclass
+class Case:
+    """A command, with {root} for the folder that it works in, and what is changed there before.
+
+    Args:
+        trees: parts of the base that it needs.
+        files: contents by path.
+        writes: where it may write; everything else has to stay as it is.
+    """
+
+    name: str
+    words: list[str]
+    trees: tuple[str, ...] = ()
+    files: dict[str, bytes] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        files = {path: base64.b64encode(content).decode() for path, content in self.files.items()}
+        content = {"name": self.name, "words": self.words, "trees": self.trees, "files": files, "writes": self.writes}
+        return json.dumps(content, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        content = json.loads(text)
+        content["files"] = {path: base64.b64decode(data) for path, data in content["files"].items()}
+        return cls(**{**content, "trees": tuple(content["trees"]), "writes": tuple(content["writes"])})
+
+
+MODEL = ("sample", "--model", "{root}/model", "--max-tokens", "1")
+BPB = ("--corpus", "{root}/corpus", "--batches", "1", "--rows", "1", "--context", "16")
+CORE = ("eval", "core", "--model", "{root}/model", "--bundle", "{root}/bundle", "--max-per-task", "4")
+TRAIN = ("train", "--recipe", "{root}/tiny.toml")
+DRY = (*TRAIN, "--dry-run")
+
+# File, the trees that a command needs, the command, and where it writes.
+TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+    ("model/config.json", ("model",), MODEL, ()),
+    ("model/model.safetensors", ("model",), MODEL, ()),
+    ("model/tokenizer.json", ("model",), MODEL, ()),
+    ("model/tokenizer.json", ("model",), ("tokenizer", "info", "--path", "{root}/model", "--text", "the law"), ()),
+    ("model/config.json", ("model",), ("export", "--model", "{root}/model", "--out", "{root}/out"), ("out",)),
+    (
+        "model/config.json",
+        ("model",),
+        ("upcycle", "--model", "{root}/model", "--streams", "4", "--preset", "temper-cp", "--out", "{root}/out"),
+        ("out",),
+    ),
+    ("model/config.json", ("model", "corpus"), ("eval", "bpb", "--model", "{root}/model", *BPB), ()),
+    ("run/run.json", ("run",), ("runs", "{root}"), ()),
+    ("run/metrics.jsonl", ("run",), ("runs", "{root}", "--json"), ()),
+    ("run/run.json", ("run", "corpus"), ("train", "--out", "{root}/run", "--resume"), ("run",)),
+    ("run/metrics.jsonl", ("run", "corpus"), ("train", "--out", "{root}/run", "--resume"), ("run",)),
+    ("run/tokenizer.json", ("run", "corpus"), ("train", "--out", "{root}/run", "--resume"), ("run",)),
+    ("run/run.json", ("checkpoints",), ("sample", "--model", "{root}/checkpoints", "--max-tokens", "1"), ()),
+    ("checkpoints/run.json", ("checkpoints",), ("sample", "--model", "{root}/checkpoints", "--max-tokens", "1"), ()),
+    (
+        "checkpoints/checkpoints/step-000002/manifest.json",
+        ("checkpoints", "corpus"),
+        ("train", "--out", "{root}/checkpoints", "--resume"),
+        ("checkpoints",),
+    ),
+    (
+        "checkpoints/checkpoints/step-000002/state.json",
+        ("checkpoints", "corpus"),
+        ("train", "--out", "{root}/checkpoints", "--resume"),
+        ("checkpoints",),
+    ),
+    ("study/study.json", ("study", "corpus"), ("compare", "--out", "{root}/study", "--dry-run"), ()),
+    ("study/results.json", ("study",), ("report", "{root}/study", "--out", "{root}/out"), ("out",)),
+    ("tiny.toml", ("tiny.toml", "corpus"), DRY, ()),
+    ("tiny.toml", ("tiny.toml", "corpus"), ("compare", *DRY[1:]), ()),
+    ("corpus/00.txt", ("corpus",), ("data", "info", "--corpus", "{root}/corpus"), ()),
+    ("lines/a.jsonl", ("lines",), ("data", "info", "--corpus", "{root}/lines"), ()),
+    ("shards/a.parquet", ("shards",), ("data", "info", "--corpus", "{root}/shards"), ()),
+    ("bundle/core.yaml", ("model", "bundle"), CORE, ()),
+    ("bundle/eval_meta_data.csv", ("model", "bundle"), CORE, ()),
+    ("bundle/eval_data/reading/squad.jsonl", ("model", "bundle"), CORE, ()),
+    ("bundle.zip", ("model", "bundle.zip"), (*CORE[:5], "{root}/bundle.zip", *CORE[6:]), ()),
+    ("llama/config.json", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ()),
+    ("llama/model.safetensors", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ()),
+    ("llama/tokenizer.json", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ()),
+    ("llama/tokenizer_config.json", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ()),
+    (
+        "llama/config.json",
+        ("llama",),
+        ("upcycle", "--model", "{root}/llama", "--streams", "2", "--out", "{root}/out"),
+        ("out",),
+    ),
+    ("model/config.json", ("model",), ("inspect", "--run", "{root}/model", "--text", "law", "--json", "-"), ()),
+    ("model/config.json", ("model",), ("theory", "--model", "{root}/model", "--text", "the law of peace"), ()),
+]
+
+# A command with options that make it quick, for strange values of all its other options.
+COMMANDS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+    (DRY, ("tiny.toml", "corpus"), ()),
+    (("compare", *DRY[1:]), ("tiny.toml", "corpus"), ()),
+    (MODEL, ("model",), ()),
+    (("inspect", "--run", "{root}/model", "--text", "the law", "--out", "{root}/out.html"), ("model",), ("out.html",)),
+    (("eval", "bpb", "--model", "{root}/model", *BPB), ("model", "corpus"), ()),
+    (("export", "--model", "{root}/model", "--out", "{root}/out"), ("model",), ("out",)),
+    (
+        ("upcycle", "--model", "{root}/model", "--streams", "4", "--preset", "temper-cp", "--out", "{root}/out"),
+        ("model",),
+        ("out",),
+    ),
+    (("compress", "--model", "{root}/model", "--out", "{root}/out", *BPB), ("model", "corpus"), ("out",)),
+    (CORE, ("model", "bundle"), ()),
+    (("report", "{root}/study", "--out", "{root}/out"), ("study",), ("out",)),
+    (("runs", "{root}"), ("run",), ()),
+    (("data", "info", "--corpus", "{root}/corpus"), ("corpus",), ()),
+    (
+        ("data", "download", "--shards", "1", "--folder", "{root}/out", "--source", "{root}/shards"),
+        ("shards",),
+        ("out",),
+    ),
+    (
+        ("tokenizer", "train", "--out", "{root}/out", "--corpus", "{root}/corpus", "--vocab-size", "300"),
+        ("corpus",),
+        ("out",),
+    ),
+    (("tokenizer", "info", "--path", "{root}/model"), ("model",), ()),
+    (("theory", "--model", "{root}/model", "--text", "the law of peace"), ("model",), ()),
+    (("params", "--streams", "2"), (), ()),
+]
+# What would take long by being asked for, or leave the folder.
+SLOW = {
+    "--launch",
+    "--train.threads",
+    "--train.compile",
+    "--plot",
+    "--out",
+    "--folder",
+    "--json",
+    "--download",
+    "--core",
+}
+SLOW |= {"--json-file", "--help", "--as-json", "--source"}
+
+
+def case_of(base: Path, seed: int, number: int) -> Case:
+    """The case of a number, always the same."""
+    rng = random.Random(f"{seed}/{number}")
+    kind = number % (len(TARGETS) + len(COMMANDS))
+    if kind < len(TARGETS):
+        path, trees, words, writes = TARGETS[kind]
+        source = base / path
+        content = source.read_bytes() if source.is_file() else b"{}"
+        files = {path: mutated(content, source.suffix, rng)}
+        if "step-0" in path and rng.random() < 0.7:
+            files |= _fitting_manifest(base, path, files[path])
+        return Case(f"{seed}-{number}", list(words), trees, files, writes)
+    words, trees, writes = COMMANDS[kind - len(TARGETS)]
+    options = [option for option in options_of(words) if option not in SLOW]
+    extra: list[str] = []
+    for option in rng.sample(options, min(len(options), rng.choice((1, 1, 1, 2, 3)))):
+        extra += [option, *(strange_value(rng) for _ in range(rng.choice((1, 1, 1, 1, 0, 2))))]
+    return Case(f"{seed}-{number}", [*words, *extra], trees, {}, writes)
+
+
+def _fitting_manifest(base: Path, path: str, content: bytes) -> dict[str, bytes]:
+    """A manifest whose checksum fits the changed file, so that the file itself is what is read."""
+    import hashlib
+
+    place = Path(path).parent / "manifest.json"
+    if path.endswith("manifest.json"):
+        return {}
+    manifest = json.loads((base / place).read_text())
+    entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"][Path(path).name] = entry
+    return {str(place): json.dumps(manifest).encode()}
+
+
+_known: dict[tuple[str, ...], list[str]] = {}
+
+
+def options_of(words: tuple[str, ...]) -> list[str]:
+    """The options that a command has, from its own help."""
+    from temper_lab.cli import COMMANDS as KNOWN
+
+    name = next(name.split() for name in KNOWN if words[: len(name.split())] == tuple(name.split()))
+    key = tuple(name)
+    if key not in _known:
+        extra = ["--recipe", "cpu-smoke"] if name[0] in ("train", "compare") else []
+        text = _forked(lambda: _main([*name, *extra, "--help"]))[1]
+        _known[key] = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", text)))
+    return _known[key]
+
+
+def _main(words: list[str]) -> int:
+    from temper_lab.cli import main
+
+    return main(words)
+
+
+def _forked(action: Callable[[], int], folder: Path | None = None) -> tuple[int, str, resource.struct_rusage, float]:
+    """Exit code (minus the signal), what was said, what it took, and seconds of an action in a process of its own."""
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        start, pid = time.monotonic(), os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                os.setsid()
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+                sys.stdin.close()
+                os.chdir(folder or "/")
+                resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                resource.setrlimit(resource.RLIMIT_AS, (4 * MAX_MEMORY, 4 * MAX_MEMORY))
+                code = action()
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 1
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                for stream in (sys.stdout, sys.stderr):
+                    try:
+                        stream.flush()
+                    except Exception:
+                        code = 71
+                os._exit(code)
+        status, usage = _awaited(pid, start)
+        said.seek(0)
+        return os.waitstatus_to_exitcode(status), said.read(), usage, time.monotonic() - start
+
+
+def _awaited(pid: int, start: float) -> tuple[int, resource.struct_rusage]:
+    while True:
+        found, status, usage = os.wait4(pid, os.WNOHANG)
+        if found:
+            return status, usage
+        if time.monotonic() - start > WALL_SECONDS:
+            os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def problems_of(case: Case, base: Path) -> tuple[list[str], str]:
+    """What is wrong with how a case ended, and all that it said."""
+    with tempfile.TemporaryDirectory(prefix="temper-fuzz-") as name:
+        root = Path(name)
+        for tree in case.trees:
+            source = base / tree
+            shutil.copytree(source, root / tree) if source.is_dir() else shutil.copy(source, root / tree)
+        for path, content in case.files.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_bytes(content)
+        # Recipes name the corpus of the base.
+        for path in (root / "tiny.toml", root / "run" / "run.json", root / "study" / "study.json"):
+            if path.is_file() and str(path.relative_to(root)) not in case.files:
+                path.write_bytes(path.read_bytes().replace(str(base).encode(), str(root).encode()))
+        words = [word.replace("{root}", str(root)) for word in case.words]
+        before = dict(_contents(root))
+        code, said, usage, seconds = _forked(lambda: _main(words), root)
+        after = dict(_contents(root))
+    found = []
+    if code not in CODES:
+        found.append(f"hang: {CPU_SECONDS} s" if code in (-signal.SIGXCPU, -signal.SIGKILL) else f"exit code {code}")
+    if "Traceback" in said or "(unexpected;" in said or "panicked" in said:
+        found.append("traceback")
+    errors = [line for line in said.splitlines() if line.startswith("error")]
+    if code == 1 and (len(errors) != 1 or len(errors[0]) > 2_200) and case.words[0] != "compare":
+        found.append(f"{len(errors)} lines of errors")
+    if usage.ru_maxrss * 1024 > MAX_MEMORY:
+        found.append(f"{usage.ru_maxrss / 2**20:.1f} GB")
+    if seconds > WALL_SECONDS:
+        found.append("hang")
+    changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
+    allowed = tuple(case.writes)
+    if foreign := [path for path in changed if not path.startswith(allowed or ("\0",))]:
+        found.append(f"changed {foreign[:3]}")
+    if parts := [path for path in after if ".tmp-" in path or path.endswith(".part")]:
+        found.append(f"half-written {parts[:3]}")
+    return found, f"$ temper {' '.join(case.words)[:2000]}\n{said[-3000:]}"
+
+
+def _contents(root: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            yield str(path.relative_to(root)), path.read_bytes()
+
+
+def make_base(folder: Path) -> Path:
+    """Everything that cases are made from: a run, a model, a study, corpora, a bundle, a model of transformers."""
+
+    def make() -> int:
+        import base_files
+
+        base_files.make(folder)
+        return 0
+
+    global CPU_SECONDS
+    limit, CPU_SECONDS = CPU_SECONDS, 600
+    # In a process of its own: threads that it started would be missing in every fork.
+    code, said, _, _ = _forked(make)
+    CPU_SECONDS = limit
+    if code:
+        raise RuntimeError(f"the base could not be made:\n{said}")
+    return folder
+
+
+def prepare() -> None:
+    """Imports everything, once."""
+    import importlib
+    import pkgutil
+
+    import temper_lab
+
+    for module in pkgutil.walk_packages(temper_lab.__path__, "temper_lab."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    # Imported late by others, every time for a second.
+    importlib.import_module("matplotlib.backends.backend_svg")
+    importlib.import_module("transformers.models.llama.modeling_llama")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="run one case and show what it says")
+    parser.add_argument("--keep", action="store_true", help="write what fails into the corpus")
+    arguments = parser.parse_args()
+    prepare()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="temper-fuzz-base-") as name:
+        base = make_base(Path(name))
+        numbers = range(arguments.first, arguments.first + arguments.cases)
+        for count, number in enumerate(numbers if arguments.only is None else [arguments.only], 1):
+            case = case_of(base, arguments.seed, number)
+            found, said = problems_of(case, base)
+            if arguments.only is not None:
+                print(said)
+            if found:
+                failed += 1
+                print(f"case {number}: {'; '.join(found)}\n{said}\n", flush=True)
+                if arguments.keep:
+                    (CORPUS / f"{case.name}.json").write_text(case.to_json())
+            if count % 200 == 0:
+                print(f"{count:,} cases, {failed} failed", flush=True)
+    print(f"seed {arguments.seed}: {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""A few hundred cases of the fuzzer, all that it has ever found, and parsers on whatever hypothesis thinks of."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutate import mutated
+
+import fuzz
+from temper_lab import io, metrics
+from temper_lab.recipe import Recipe
+from temper_lab.tokenizer import Tokenizer
+
+CASES, SEED = 204, 16
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    fuzz.prepare()
+    return fuzz.make_base(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.parametrize("kind", range(len(fuzz.TARGETS) + len(fuzz.COMMANDS)))
+def test_nothing_but_a_line_and_an_exit_code(kind, base):
+    every = len(fuzz.TARGETS) + len(fuzz.COMMANDS)
+    for number in range(kind, CASES, every):
+        found, said = fuzz.problems_of(fuzz.case_of(base, SEED, number), base)
+        assert not found, f"case {number}: {'; '.join(found)}\n{said}"
+
+
+@pytest.mark.parametrize("path", sorted(fuzz.CORPUS.glob("*.json")), ids=lambda path: path.stem)
+def test_what_was_found_before(path, base):
+    found, said = fuzz.problems_of(fuzz.Case.from_json(path.read_text()), base)
+    assert not found, f"{'; '.join(found)}\n{said}"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@QUICK
+@given(content=st.binary(max_size=300) | st.text(max_size=300).map(lambda text: text.encode("utf-8", "replace")))
+def test_readers_raise_file_errors_alone(content, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    for read in (io.read_json, io.read_yaml, io.read_tensors, metrics.read, Tokenizer.load):
+        with contextlib.suppress(io.FileError):
+            read(path)
+    with contextlib.suppress(io.FileError):
+        io.parse_toml(content.decode("utf-8", "replace"), path)
+
+
+@QUICK
+@given(value=JSON)
+def test_values_of_any_shape_are_a_recipe_or_a_value_error(value):
+    for given_value in (
+        value,
+        {"model": value},
+        {"train": {"steps": value}},
+        {"model": {"depth": value, "router": value}},
+    ):
+        with pytest.raises(ValueError, match=r".+"):
+            Recipe.from_dict(given_value)
+    io.brief(value)
+
+
+def test_a_case_is_decided_by_its_number(base):
+    for number in (0, 17, 40):
+        first, second = (fuzz.case_of(base, 3, number) for _ in range(2))
+        assert first == second == fuzz.Case.from_json(first.to_json())
+    assert mutated(b"{}", ".json", random.Random(1)) == mutated(b"{}", ".json", random.Random(1))

@@ -1,0 +1,206 @@
+"""Downloads from a server that means no good: nothing but what was asked for arrives, and nothing else is left."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import importlib
+import io
+import json
+import threading
+import time
+import zipfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from temper_lab.data import sources
+from temper_lab.data.sources import DownloadError, Pace, SourceError
+from temper_lab.eval.core import archive
+
+# The module; the package has a function of its name.
+downloading = importlib.import_module("temper_lab.data.download")
+
+
+def parquet() -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"text": [f"text {index}" for index in range(50)]}), out)
+    return out.getvalue()
+
+
+def bundle() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr("core.yaml", "icl_tasks: []")
+    return out.getvalue()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers as `server.manner` says."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        """What the hub says of its files, which the manner may make a lie."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body, lie = self.server.body, self.server.lies
+        size, digest = lie.get("size", len(body)), lie.get("sha256", hashlib.sha256(body).hexdigest())
+        lfs = {"oid": digest, "size": size, "pointerSize": 130}
+        names = ["shard_00000.parquet", "shard_00001.parquet", "../../escape", "/etc/escape"]
+        files = [{"type": "file", "path": name, "size": size, "oid": "0" * 40, "lfs": lfs} for name in names]
+        self.server.tokens.append(self.headers.get("Authorization"))
+        self._send(200, json.dumps(files).encode(), [("Content-Type", "application/json")])
+
+    def do_GET(self):
+        self.server.tokens.append(self.headers.get("Authorization"))
+        body = self.server.body
+        match self.server.manner:
+            case "short":
+                self._send(200, body[: len(body) // 2], length=len(body))
+                self.close_connection = True
+            case "no length":
+                self._send(200, body, [("Connection", "close")], length=None)
+            case "strange length":
+                self._send(200, body, [("Connection", "close")], length="9" * 30)
+            case "endless":
+                self._send(200, b"", [("Connection", "close")], length=None)
+                self._forever(b"x" * (1 << 16), 0)
+            case "drip":
+                self._send(200, b"", [("Connection", "close")], length=None)
+                self._forever(b"x", 0.02)
+            case "gzip":
+                self._send(200, gzip.compress(bytes(1 << 26)), [("Content-Encoding", "gzip")])
+            case ("redirect", address):
+                self._send(302, b"", [("Location", address)])
+            case _:
+                self._send(200, body)
+
+    def _send(self, status, body, headers=(), length=0):
+        self.send_response(status)
+        for key, value in headers:
+            self.send_header(key, value)
+        if length is not None:
+            self.send_header("Content-Length", str(length or len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _forever(self, piece, pause):
+        self.close_connection = True
+        try:
+            while not self.server.is_ending:
+                self.wfile.write(piece)
+                time.sleep(pause)
+        except OSError:
+            pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(downloading, "PAUSES", (0.01, 0.01))
+    for module in (downloading, archive):
+        monkeypatch.setattr(module, "Pace", lambda: Pace(seconds=0.5, rate=10_000))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.daemon_threads = True
+        running.body, running.manner, running.lies, running.is_ending, running.tokens = parquet(), None, {}, False, []
+        running.address = f"http://127.0.0.1:{running.server_port}"
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.is_ending = True
+        running.shutdown()
+        thread.join()
+
+
+SHARDS = {
+    "short": ("short", {}, "stopped at|is not what was expected"),
+    "another hash": (None, {"sha256": "0" * 64}, "SHA-256"),
+    "another size": (None, {"size": 17}, "more than the 17 bytes"),
+    "a size beyond the disk": (None, {"size": 1 << 60}, "there is room for"),
+    "a negative size": (None, {"size": -5}, "there is room for|hub refused|cannot reach"),
+    "endless": ("endless", {}, "more than the"),
+    "drip": ("drip", {"size": 1 << 24}, "less than 10,000 bytes a second"),
+    "a gzip bomb": ("gzip", {}, "more than the"),
+    "a redirect to a file": (("redirect", "file:///etc/passwd"), {}, "stopped at 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards(name, server, tmp_path):
+    server.manner, server.lies, said = SHARDS[name]
+    if name == "a gzip bomb":
+        server.lies = {"size": 1000}
+    with pytest.raises(DownloadError, match=said):
+        downloading.download(1, tmp_path / "data", source=server.address, last_shard=1)
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    # A beginning is kept to go on from, under a name that no corpus reads.
+    assert set(left) <= {".shard_00000.parquet.part"}
+    server.manner, server.lies = None, {}
+    paths = downloading.download(1, tmp_path / "data", source=server.address, last_shard=1)
+    assert [path.read_bytes() for path in paths] == [server.body] * 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["data", "shard_00000.parquet", "shard_00001.parquet"]
+
+
+def test_a_mirror_is_not_told_the_token(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    downloading.download(1, tmp_path / "data", source=server.address, last_shard=1)
+    assert server.tokens
+    assert set(server.tokens) == {None}
+
+
+def test_a_link_in_the_place_of_a_part_is_not_followed(server, tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / ".shard_00000.parquet.part").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="part"):
+        downloading.download(1, tmp_path / "data", source=server.address, last_shard=1)
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+BUNDLES = {
+    "short": ("short", "ended after|did not come"),
+    "strange length": ("strange length", None),
+    "no length": ("no length", None),
+    "endless": ("endless", "more than 1,000,000 bytes"),
+    "drip": ("drip", "less than 10,000 bytes a second"),
+    "a gzip bomb": ("gzip", "not a zip"),
+    "a redirect to a file": (("redirect", "file:///etc/passwd"), "which is not followed|not allowed"),
+    "a redirect to a path": (("redirect", "/etc/passwd"), "did not come"),
+    "a redirect to another host": (("redirect", "http://localhost:{port}/bundle.zip"), "leads to another host"),
+}
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_bundles(name, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "MAX_PACKED_BYTES", 1_000_000)
+    server.body = bundle()
+    manner, said = BUNDLES[name]
+    if isinstance(manner, tuple):
+        manner = (manner[0], manner[1].format(port=server.server_port))
+    server.manner = manner
+    folder = tmp_path / "bundle"
+    if said is None:
+        archive.download(f"{server.address}/bundle.zip", folder)
+        assert [path.name for path in tmp_path.rglob("*")] == ["bundle", "core.yaml"]
+        return
+    with pytest.raises(ValueError, match=said):
+        archive.download(f"{server.address}/bundle.zip", folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_pace_of_a_modest_line_is_enough(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(sources.time, "monotonic", lambda: now)
+    pace, done = Pace(), 0
+    for _ in range(100):
+        now, done = now + 10, done + 30_000
+        pace.check(done)
+    pace = Pace()
+    now += 60
+    with pytest.raises(SourceError, match="less than 2,000 bytes a second"):
+        pace.check(100_000)
