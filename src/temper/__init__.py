@@ -22,7 +22,7 @@ from temper.presets import PRESETS, preset
 from temper.recompute import recompute
 from temper.routing import Routing
 from temper.streams import expand_streams, reduce_streams
-from temper.wrap import wrap
+from temper.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
     from temper import convert, theory
@@ -51,6 +51,7 @@ __all__ = [
     "recompute",
     "reduce_streams",
     "theory",
+    "unwrap",
     "wrap",
 ]
 

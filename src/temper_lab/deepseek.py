@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from temper import HyperConnection, RouterConfig
 from temper.convert import export_foreign, load_foreign
+from temper.gates import with_vector_gates
 from temper_lab.checkpoint.files import (
     check_finite,
     read_json,
@@ -130,7 +131,7 @@ def load(folder: str | Path) -> PreTrainedModel:
     about = read_json(folder / FILE_NAME)
     if about.get("format") != FORMAT or not isinstance(about.get("sites"), dict):
         raise ValueError(f"{folder / FILE_NAME} has format {about.get('format')!r}, expected {FORMAT!r} with sites")
-    tensors = read_tensors(folder / WEIGHTS)
+    tensors = with_vector_gates(read_tensors(folder / WEIGHTS))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     try:
         with torch.device("meta"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from temper.gates import with_vector_gates
 from temper_lab import checkpoint
 from temper_lab.distributed import check_fit
 from temper_lab.model import GPT, ModelConfig
@@ -40,6 +41,7 @@ def _from_checkpoint(run: RunFolder, device: torch.device | str) -> tuple[GPT, T
 def _build(
     path: Path, config: dict, tensors: dict[str, torch.Tensor], tokenizer: Tokenizer, device: torch.device | str
 ) -> tuple[GPT, Tokenizer]:
+    tensors = with_vector_gates(tensors)
     try:
         parsed = ModelConfig.from_dict(config)
         with torch.device("meta"):
