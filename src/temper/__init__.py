@@ -19,6 +19,7 @@ from temper.mixers import Mixer
 from temper.ops.backend import backend, backends
 from temper.param_groups import param_groups
 from temper.presets import PRESETS, preset
+from temper.pretrained import load_pretrained
 from temper.recompute import recompute
 from temper.routing import Routing
 from temper.streams import expand_streams, reduce_streams
@@ -45,6 +46,7 @@ __all__ = [
     "cost",
     "count_parameters",
     "expand_streams",
+    "load_pretrained",
     "observe",
     "param_groups",
     "preset",

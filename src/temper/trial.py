@@ -165,9 +165,7 @@ class Trial:
         if name is None:
             return f"its output does not come from its residual at all; blocks without x + branch(norm(x)) {by_hand}"
         if "norm" in name:
-            return (
-                f"it norms its residual ({name}), its output is not x + branch(norm(x)). Post-norm blocks {by_hand}"
-            )
+            return f"it norms its residual ({name}), its output is not x + branch(norm(x)). Post-norm blocks {by_hand}"
         return (
             f"it loses its residual in `{name}`, which has to reach the end of a block by x + branch(norm(x)) alone. "
             f"Blocks that scale, gate or reshape their residual {by_hand}"

@@ -186,7 +186,9 @@ def repeat(module: nn.Module, record: Record, configs: Sequence[RouterConfig]) -
     """Wraps a module as another one of its kind was wrapped; it was tried then."""
     blocks = list(_select(module, record.blocks))
     if len(configs) != record.sites * len(blocks):
-        raise ValueError(f"{len(configs)} sites are described; expected {record.sites} for each of {len(blocks)} blocks")
+        raise ValueError(
+            f"{len(configs)} sites are described; expected {record.sites} for each of {len(blocks)} blocks"
+        )
     if record.reduce not in REDUCTIONS:
         raise unknown("reduce", record.reduce, REDUCTIONS)
     record = replace(record, blocks=tuple(name for name, _ in blocks))

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from temper_lab.eval.models import fingerprint, sizes
 from temper_lab.eval.token_bytes import raw_bytes
-from temper_lab.upcycle.theirs import attach, is_upcycled
+from temper_lab.upcycle.theirs import is_upcycled
+from temper_lab.upcycle.theirs import load as load_upcycled
 
 # What begins a document where no BOS is named: models trained without one know the token between documents.
 DELIMITERS = ("<|endoftext|>", "<|bos|>", "<|begin_of_text|>", "<s>")
@@ -43,8 +44,6 @@ def load_theirs(path: Path, *, device: torch.device | str = "cpu") -> tuple[nn.M
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         network = _network(path)
-        if is_upcycled(path):
-            attach(network, path)
     # Their loaders raise whatever they come across.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -65,6 +64,8 @@ def _network(path: Path) -> nn.Module:
 
     if (path / deepseek.FILE_NAME).is_file():
         return deepseek.load(path)
+    if is_upcycled(path):
+        return load_upcycled(path)
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
