@@ -1,13 +1,12 @@
 """Wrapped models of transformers: what `save_pretrained` writes and what brings it back.
 
-`config.json` gets an entry "temper" that says what `temper.wrap` has done, and the folder a file of a few lines that has
-the Auto classes build the model with the installed temper (`trust_remote_code=True`). The weights of the sites are among
-the others. Nothing here imports transformers before a model of it is there.
+`config.json` gets an entry "temper" that says what `temper.wrap` has done, and the folder a file of a few lines with
+which the Auto classes build the model from the installed temper (`trust_remote_code=True`). The weights of the sites
+are among the others. Nothing here imports transformers before there is a model of it.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from temper.carrier import SITES
 from temper.config import RouterConfig
 from temper.gates import with_vector_gates
 from temper.router import Router
@@ -26,7 +26,6 @@ ENTRY = "temper"
 FIELDS = ("blocks", "sites", "reduce", "preset", "router")
 # The file that the Auto classes are pointed to.
 STUB = "modeling_temper"
-SITES = "hyper_connections"
 
 
 def mark(module: nn.Module) -> None:
@@ -177,17 +176,21 @@ class Wrapped:
         super().initialize_weights()  # type: ignore[misc]
 
 
-@functools.cache
-def wrapped_class(plain: type[Any]) -> type[Any]:
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def wrapped_class(plain: type[Any]) -> Any:
     """The class of a wrapped model; it has the name of the model's own, by which others know it."""
     if issubclass(plain, Wrapped):
         return plain
+    if plain in _classes:
+        return _classes[plain]
     strict = {*(getattr(plain, "_keep_in_fp32_modules_strict", None) or ()), SITES}
     namespace = {"plain": plain, "_keep_in_fp32_modules_strict": strict, "__module__": plain.__module__}
     namespace |= {"__doc__": plain.__doc__, "__qualname__": plain.__qualname__}
     # transformers looks at the signature for the arguments of a model.
     namespace |= {"forward": plain.forward}
-    return type(plain.__name__, (Wrapped, plain), namespace)
+    return _classes.setdefault(plain, type(plain.__name__, (Wrapped, plain), namespace))
 
 
 def _new(plain: type[Any]) -> Any:
@@ -203,8 +206,8 @@ try:
     {lines[0]}
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        "this model has hyper-connections and needs the library they come from, {package} {{version}} or newer: install "
-        f"it first ({{missing}})"
+        "this model has hyper-connections and needs the library they come from: install {package} {{version}} or newer "
+        f"first ({{missing}})"
     ) from missing
 '''
     text = text.replace("{version}", importlib.import_module("temper").__version__)

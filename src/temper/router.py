@@ -93,7 +93,8 @@ class Router(nn.Module):
         )
         # Nothing that refers back to this module: it would live on until the next garbage collection.
         ends = (self.gates, config.num_streams, layer_index % config.num_streams)
-        starts = (partial(_initial_bias, *ends, 0), self.mixer.initial_bias, partial(_initial_bias, *ends, 1))
+        starts: list[Callable[[], Tensor]]
+        starts = [partial(_initial_bias, *ends, 0), self.mixer.initial_bias, partial(_initial_bias, *ends, 1)]
         heads = (Head(config.build_generator(head), start) for head, start in zip(HEADS, starts, strict=True))
         self.pre, self.res, self.post = heads
         self.plan = self._make_plan()
@@ -356,7 +357,8 @@ def _assign(target: Tensor, value: Tensor) -> None:
 
         value = value.to(target.device, target.dtype)
         # Every process has the whole, so each cuts out its own part.
-        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
     target.detach().copy_(value)
 
 

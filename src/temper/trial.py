@@ -1,4 +1,4 @@
-"""One forward pass of a wrapped model on tensors without memory, to find out whether its blocks are what they have to be.
+"""One forward pass of a wrapped model on tensors without memory, to find out whether its blocks can be wrapped.
 
 A copy of the model on fake tensors runs with guessed or given inputs. Blocks and carriers report to the trial what they
 do (see `temper.wrap`), and a torch-function mode sees everything else, so that an error can name the operation in which
@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import heapq
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,7 +72,7 @@ class Trial:
             blocks: the names of those that have to run, once each and in this order.
             watch: has blocks and carriers report here, until it is called with None.
         """
-        from temper.wrap import WrapError
+        from temper.carrier import WrapError
 
         assert self.copy is not None
         try:
@@ -107,7 +109,7 @@ class Trial:
 
         args, kwargs = self._inputs
         assert self.copy is not None
-        with torch.no_grad(), self._mode, backend("naive"), _Watch(self):
+        with torch.no_grad(), self._mode, backend("naive"), _Watch(self), _quiet():
             self.copy.train(training)(*args, **kwargs)
 
     def _plain_runs(self, training: bool) -> bool:
@@ -129,12 +131,12 @@ class Trial:
 
     def enter(self, block: str, x: Any) -> None:
         """A block begins with x."""
-        from temper.wrap import WrapError
+        from temper.carrier import WrapError
 
         if self._handed is not None and x is not self._handed[1]:
             raise WrapError(
-                f"something happens to the residual between {self._handed[0]} and {block}: blocks must run one after the "
-                "other, in the order in which they are registered, with nothing between them"
+                f"something happens to the residual between {self._handed[0]} and {block}: blocks must run one after "
+                "the other, in the order in which they are registered, with nothing between them"
             )
         self._entered.append(block)
 
@@ -189,7 +191,7 @@ class Trial:
         return None
 
     def _check_order(self, blocks: list[str]) -> None:
-        from temper.wrap import WrapError
+        from temper.carrier import WrapError
 
         if self._entered == blocks:
             return
@@ -216,7 +218,7 @@ class _Watch(TorchFunctionMode):
         self._trial = trial
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from temper.wrap import Carrier
+        from temper.carrier import Carrier
 
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
@@ -227,6 +229,18 @@ class _Watch(TorchFunctionMode):
         ]
         self._trial.saw(getattr(func, "__name__", str(func)).strip("_"), given, made)
         return made
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's reports of operations that it cannot do on fake tensors: who gets the error decides."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def guess(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from temper.wrap import WrapError
+from temper.carrier import WrapError
 from temper_lab import checkpoint
 from temper_lab.checkpoint.files import check_finite, whole_folder
 from temper_lab.eval.models import is_theirs
