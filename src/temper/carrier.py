@@ -1,8 +1,8 @@
 """Inside a wrapped block: x is a carrier of streams, from the hook before the block to the hook after it.
 
 A pre-norm block says `x = x + branch(norm(x))`. Adding to a carrier writes to the streams; anything else that is done
-with it is done to what the next site reads. A carrier lives inside one block only. Blocks hand plain tensors (..., N, D)
-on to each other, so that FSDP, checkpointing and hooks see what they expect.
+with it is done to what the next site reads. A carrier lives inside one block only. Blocks hand plain tensors
+(..., N, D) on to each other, so that FSDP, checkpointing and hooks see what they expect.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Carrier:
         if not self._left:
             raise WrapError(
                 f"{self._block} uses its residual ({', '.join(self._uses[-2:]) or 'x + y'}) after all of its "
-                f"{self._count} sites are written: it has more residual adds than `sites` says, or does something to x "
-                "at its end"
+                f"{self._count} sites are written: it has more residual adds than `sites` says, or does something else "
+                "to x at its end, as post-norm blocks do"
             )
         if not self._begun:
             self._begun.append(self._sites(self._streams, self._index))
