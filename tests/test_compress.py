@@ -28,6 +28,8 @@ class Net(nn.Module):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+        for site in self.sites:
+            site.keep_float32 = False
         self.to(dtype)
 
     def forward(self, x):

@@ -142,7 +142,7 @@ def test_state_dict_keys_are_the_public_ones(name):
     expected = {}
     for head in ("pre", "post") if name == "mhc-identity" else ("pre", "res", "post"):
         modes = hc.config.modes(head)
-        expected |= {f"{head}.gate": (), f"{head}.bias": modes[1]}
+        expected |= {f"{head}.gate": (1,), f"{head}.bias": modes[1]}
     state = {key: tuple(value.shape) for key, value in hc.state_dict().items()}
     assert expected.items() <= state.items()
     assert {key.split(".")[0] for key in state} <= {"norm", "pre", "res", "post"}

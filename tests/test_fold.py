@@ -27,7 +27,7 @@ class Site:
             Generator.named(name)((num_streams, dim), out, **(options if Generator.named(name).ranked else {}))
             for name, out in zip((pre, res, post), modes, strict=True)
         ]
-        self.heads = [Head(generator) for generator in generators]
+        self.heads = [Head(generator, torch.zeros(generator.out_modes).clone) for generator in generators]
         self.norm = temper.norm.StreamNorm(num_streams, dim, gain=gain)
         for module in (*self.heads, self.norm):
             module.to(dtype)
@@ -143,7 +143,9 @@ def test_a_frozen_core_is_folded_and_stays(monkeypatch):
 
 
 def test_a_half_precision_module_is_folded_by_torch(monkeypatch):
-    module = temper.HyperConnection(temper.preset("temper-cp", num_streams=4, dim=16)).bfloat16()
+    module = temper.HyperConnection(temper.preset("temper-cp", num_streams=4, dim=16))
+    module.keep_float32 = False
+    module.bfloat16()
     assert folds_of(module, torch.randn(3, 4, 16).bfloat16(), monkeypatch) == 0
 
 

@@ -289,7 +289,7 @@ def test_initial_gates_gain_and_biases_of_reading_and_writing(build, preset, num
     bias = torch.full((num_streams,), -1.0)
     bias[layer_index % num_streams] = 1.0
     for head in hc.config.heads:
-        assert torch.equal(state[f"{head}.gate"], torch.tensor(0.01))
+        assert torch.equal(state[f"{head}.gate"], torch.tensor([0.01]))
     assert torch.equal(state["pre.bias"], bias)
     assert torch.equal(state["post.bias"], bias)
     if preset != "temper-slim":
@@ -348,7 +348,7 @@ def test_initial_values_of_hc(build, layer_index):
         "pre.generator.weight": torch.zeros(5),
         "res.generator.weight": torch.zeros(5, 4),
         "post.generator.weight": torch.zeros(5),
-        **{f"{head}.gate": torch.tensor(0.01) for head in reference.HEADS},
+        **{f"{head}.gate": torch.tensor([0.01]) for head in reference.HEADS},
     }
     assert state.keys() == wanted.keys()
     for key, value in wanted.items():

@@ -20,10 +20,11 @@ from temper.observe import observe
 from temper.ops.backend import list_backends, use_backend
 from temper.param_groups import param_groups
 from temper.presets import PRESETS, preset
+from temper.pretrained import load_pretrained
 from temper.recompute import recompute
 from temper.routing import Routing
 from temper.streams import expand_streams, reduce_streams
-from temper.wrap import wrap
+from temper.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
     from temper import convert, theory
@@ -49,12 +50,14 @@ __all__ = [
     "count_parameters",
     "expand_streams",
     "list_backends",
+    "load_pretrained",
     "observe",
     "param_groups",
     "preset",
     "recompute",
     "reduce_streams",
     "theory",
+    "unwrap",
     "use_backend",
     "wrap",
 ]

@@ -215,7 +215,7 @@ def parameter_shapes(config: RouterConfig) -> tuple[Shapes, Shapes]:
         trained[f"norm.{name}"] = shape
     for head in config.heads:
         generator, in_modes, out_modes, options = config.generator(head)
-        trained[f"{head}.gate"] = ()
+        trained[f"{head}.gate"] = (1,)
         trained[f"{head}.bias"] = out_modes
         for name, shape in generator.shapes(in_modes, out_modes, **options).items():
             trained[f"{head}.generator.{name}"] = shape

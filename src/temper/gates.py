@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -113,3 +114,12 @@ class Tanh(Gates, name="tanh"):
         # HC starts exactly as it is: the streams are copies, one of which is read.
         pre, post = (bias.double() for bias in self.initial_bias(num_streams, index))
         return pre - self.pre_eps, post
+
+
+def with_vector_gates(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict in which the gates of sites have the shape (1,): older checkpoints hold them as scalars."""
+    endings = tuple(f"{head}.gate" for head in ("pre", "res", "post"))
+    return {
+        key: value.reshape(1) if key.endswith(endings) and isinstance(value, Tensor) and value.ndim == 0 else value
+        for key, value in state_dict.items()
+    }

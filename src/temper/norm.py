@@ -36,7 +36,9 @@ class StreamNorm(nn.Module):
         super().__init__()
         self.per_stream = norm == "per-stream"
         self.eps, self.clamp = eps, clamp
-        for name, shape in gain_shapes(gain, num_streams, dim).items():
+        shapes = gain_shapes(gain, num_streams, dim)
+        self._names = tuple(shapes)
+        for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         self.reset_parameters()
 
@@ -47,14 +49,15 @@ class StreamNorm(nn.Module):
 
     def stored(self) -> tuple[Tensor, ...]:
         """The gain's parameters."""
-        return tuple(self._parameters.values())  # type: ignore[arg-type]
+        # By name: FSDP1 and `functional_call` put tensors in the place of parameters.
+        return tuple(getattr(self, name) for name in self._names)
 
     def gain(self) -> Tensor | None:
         """g, broadcastable to (N, D), or None."""
-        parameters = self._parameters
-        if "stream" in parameters:
-            return torch.outer(parameters["stream"], parameters["feature"])  # type: ignore[arg-type]
-        return parameters.get("weight")
+        if not self._names:
+            return None
+        first, *rest = self.stored()
+        return torch.outer(first, *rest) if rest else first
 
     def rstd(self, streams: Tensor) -> Tensor:
         """The reciprocal root mean square: (..., 1, 1), or (..., N, 1) per stream."""

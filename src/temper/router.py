@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from temper.config import HEADS, Choice, RouterConfig, option_defaults
-from temper.gates import Gates
+from temper.gates import Gates, with_vector_gates
 from temper.generators import Generator
 from temper.generators.base import Modes
 from temper.norm import GAINS, StreamNorm
@@ -21,21 +22,30 @@ from temper.ops.plan import FoldedWeights, GeneratorSpec, RawWeights, SiteSpec, 
 from temper.precision import no_autocast, widen
 from temper.routing import Routing
 
+# The children of a site that routing is made of.
+ROUTING = ("norm", "mixer", *HEADS)
+
 
 class Head(nn.Module):
-    """The logits of pre, res or post: gate * squash(Z) + bias."""
+    """The logits of pre, res or post: gate * squash(Z) + bias.
 
-    def __init__(self, generator: Generator) -> None:
+    Args:
+        initial_bias: makes the bias that the head starts with.
+    """
+
+    def __init__(self, generator: Generator, initial_bias: Callable[[], Tensor]) -> None:
         super().__init__()
+        self._initial_bias = initial_bias
         self.generator = generator
-        self.gate = nn.Parameter(torch.empty(()))
+        # Not a scalar: FSDP cannot shard those.
+        self.gate = nn.Parameter(torch.empty(1))
         self.bias = nn.Parameter(torch.empty(generator.out_modes))
 
-    def start_at(self, initial_bias: Tensor) -> None:
+    def reset_parameters(self) -> None:
         """Gate and bias as they start; the generator has initial values of its own."""
         with torch.no_grad():
             self.gate.fill_(0.01)
-            self.bias.copy_(initial_bias)
+            _assign(self.bias, self._initial_bias())
 
     def stored(self) -> tuple[Tensor, ...]:
         """Every tensor, in the order in which fold kernels take them."""
@@ -85,13 +95,13 @@ class NoHead(Head):
 
     @property
     def gate(self) -> Tensor:  # type: ignore[override]
-        return self.generator.stored()[0].new_ones(())
+        return self.generator.stored()[0].new_ones(1)
 
     @property
     def bias(self) -> Tensor:  # type: ignore[override]
         return self.generator.stored()[0].new_empty(0)
 
-    def start_at(self, initial_bias: Tensor) -> None:
+    def reset_parameters(self) -> None:
         pass
 
 
@@ -115,6 +125,8 @@ class Router(nn.Module):
             raise ValueError(f"layer_index is {layer_index!r}; expected a whole number >= 0")
         self.config = config
         self.layer_index = layer_index
+        # Whether `model.bfloat16()`, `.half()` and `.to(dtype)` leave the parameters of routing in float32.
+        self.keep_float32 = True
         self.gates = Gates.named(config.gates)(config.pre_eps)
         # What backends are told of this site; None at a residual one.
         self.spec: SiteSpec | None = None
@@ -130,12 +142,17 @@ class Router(nn.Module):
             eps=config.norm_eps,
             clamp=config.norm_clamp,
         )
+        # Nothing that refers back to this module: it would live on until the next garbage collection.
+        ends = (self.gates, config.num_streams, layer_index % config.num_streams)
+        starts: list[Callable[[], Tensor]]
+        starts = [partial(_initial_bias, *ends, 0), self.mixer.initial_bias, partial(_initial_bias, *ends, 1)]
         self.pre, self.res, self.post = (
-            Head(config.build_generator(head)) if head in config.heads else NoHead(config.modes(head)[0])
-            for head in HEADS
+            Head(config.build_generator(head), start) if head in config.heads else NoHead(config.modes(head)[0])
+            for head, start in zip(HEADS, starts, strict=True)
         )
         self._describe()
-        self._start()
+        for head in (self.pre, self.res, self.post):
+            head.reset_parameters()
 
     def _describe(self) -> None:
         """Sets what follows from the parts of the site; to be called again when one of them is replaced."""
@@ -175,19 +192,59 @@ class Router(nn.Module):
             numbers += spec.packed(head.generator.out_modes)
         return tuple(numbers)
 
-    def _start(self) -> None:
-        pre, post = self.gates.initial_bias(self.config.num_streams, self.layer_index % self.config.num_streams)
-        for head, bias in ((self.pre, pre), (self.res, self.mixer.initial_bias()), (self.post, post)):
-            head.start_at(bias)
-
     def reset_parameters(self) -> None:
-        """Sets every parameter to its initial value, drawn in the same order as in building."""
+        """Sets every parameter to its initial value, drawn in the same order as in building.
+
+        Sharded parameters (DTensors) get the shards of what one process would draw, if all processes have the same
+        random state.
+        """
         if self.config.is_residual:
+            return
+        if any(hasattr(parameter, "placements") for parameter in self.parameters()):
+            with torch.no_grad():
+                self._copy_from(Router(self.config, layer_index=self.layer_index))
             return
         self.norm.reset_parameters()
         for head in (self.pre, self.res, self.post):
             head.generator.reset_parameters()
-        self._start()
+        for head in (self.pre, self.res, self.post):
+            head.reset_parameters()
+
+    def _copy_from(self, other: Router) -> None:
+        mine, theirs = self.state_dict(), other.state_dict()
+        for name, value in theirs.items():
+            _assign(mine[name], value)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Moves and casts as for any module, with two exceptions.
+
+        Routing is not narrowed below float32 (see `keep_float32`), and what comes from the meta device gets its initial
+        values: no trainer that does not know this module can leave it with whatever was in memory.
+        """
+        parts = [child for name, child in self.named_children() if name in ROUTING]
+        was_meta = any(tensor.is_meta for part in parts for tensor in part.parameters())
+        others = {name: child for name, child in self._modules.items() if name not in ROUTING}
+        for part in parts:
+            part._apply(partial(_move, fn) if self.keep_float32 else fn)
+        routing, self._modules = self._modules, others
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._modules = routing
+        if was_meta and not any(tensor.is_meta for part in parts for tensor in part.parameters()):
+            self._start_anew()
+        return self
+
+    def _start_anew(self) -> None:
+        """Initial values that depend on the seed, without taking random numbers from anybody else."""
+        generator = torch.default_generator
+        before = generator.get_state()
+        try:
+            generator.manual_seed((torch.initial_seed() + 1_000_003 * (self.layer_index + 1)) % 2**63)
+            with torch.device("cpu"), torch.no_grad():
+                self._copy_from(Router(self.config, layer_index=self.layer_index))
+        finally:
+            generator.set_state(before)
 
     def set_generators(self, **generators: Generator) -> None:
         """Puts other generators into the heads named (`res=generator`); all else of the site stays the object it is."""
@@ -328,10 +385,13 @@ class Router(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # Inside a larger model, where torch itself collects what is missing.
         self._check_state_dict(state_dict, prefix, strict=False)
+        # In place: torch hands the same mapping on to the heads.
+        state_dict.update(with_vector_gates({key: state_dict[key] for key in state_dict if key.startswith(prefix)}))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _check_state_dict(self, state_dict: Mapping[str, Any], prefix: str, strict: bool) -> None:
-        routing = ("norm", "mixer", *HEADS)
+        state_dict = with_vector_gates(state_dict)
+        routing = ROUTING
         mine = {key: value for key, value in self.state_dict().items() if key.split(".")[0] in routing}
         given = {
             key.removeprefix(prefix): value
@@ -366,6 +426,30 @@ class Router(nn.Module):
             f"num_streams={config.num_streams}, dim={config.dim}, generators={generators}, "
             f"mixer={config.mixer.name}, layer_index={self.layer_index}"
         )
+
+
+def _initial_bias(gates: Gates, num_streams: int, index: int, which: int) -> Tensor:
+    """Of pre (0) or post (1)."""
+    return gates.initial_bias(num_streams, index)[which]
+
+
+def _move(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `fn` makes of a tensor, but never in less than float32 unless it was so before."""
+    moved = fn(tensor)
+    wide = torch.promote_types(moved.dtype, torch.float32) if moved.is_floating_point() else moved.dtype
+    return moved if moved.dtype in (wide, tensor.dtype) else tensor.to(moved.device, wide)
+
+
+def _assign(target: Tensor, value: Tensor) -> None:
+    """Copies a whole tensor into another, or its shard into a DTensor."""
+    if hasattr(target, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(target.device, target.dtype)
+        # Every process has the whole, so each cuts out its own part.
+        mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    target.detach().copy_(value)
 
 
 def _owner(thing: object, name: str) -> type:

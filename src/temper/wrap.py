@@ -1,40 +1,57 @@
 """Hyper-connections on somebody's own transformer, without touching its code.
 
-A pre-norm block says `x = x + branch(norm(x))`. Inside a wrapped block x is a `Carrier`: adding to it
-writes to the streams, anything else that is done with it is done to what the next site reads.
+Hooks around every block make its x a carrier of streams (`temper.carrier`) and hand plain tensors on to the next block.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from temper.connection import HyperConnection, State
+from temper import pretrained
+from temper.carrier import REDUCTIONS, SITES, Enter, Leave, Site, Sites, set_trial
+from temper.config import RouterConfig
 from temper.presets import preset as make_preset
 from temper.recompute import recompute as make_recompute
 from temper.registry import unknown
-from temper.streams import expand_streams, reduce_streams
+from temper.trial import Trial
 
-Selector = str | Callable[[str, nn.Module], bool]
+Selector = str | Sequence[str] | Callable[[str, nn.Module], bool]
+Model = TypeVar("Model", bound=nn.Module)
 
-# The name under which a block holds its sites.
-SITES = "hyper_connections"
-
-
-def _mean(streams: Tensor) -> Tensor:
-    return streams.squeeze(-2) if streams.shape[-2] == 1 else streams.mean(-2)
+# The name under which a module holds what `wrap` has done to it.
+RECORDS = "_temper_wraps"
 
 
-REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": reduce_streams, "mean": _mean}
+# Norms of these kinds take channels at the second place.
+CHANNELS_FIRST = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of `wrap`, as far as it takes to repeat it.
+
+    Args:
+        blocks: their names, in order.
+        selector: the pattern that chose them, if it was one.
+    """
+
+    blocks: tuple[str, ...]
+    selector: str | None
+    sites: int
+    reduce: str
+    preset: str
 
 
 def wrap(
-    module: nn.Module,
+    module: Model,
     selector: Selector,
     *,
     preset: str,
@@ -43,26 +60,35 @@ def wrap(
     sites: int = 2,
     reduce: str = "sum",
     recompute: bool = False,
+    example: Any = None,
     **overrides: Any,
-) -> nn.Module:
+) -> Model:
     """Puts hyper-connections on every residual add of the selected blocks, in place.
 
         model = temper.wrap(model, "blocks.*", preset="temper-tucker", num_streams=4)
 
-    The first block copies its input to N streams, the last one sums them again; every block in between
-    hands its streams on. Existing parameters keep their names; each block gains a
-    `hyper_connections` list, so wrap before you build the optimizer.
+    The first block copies its input to N streams, the last one sums them again; every block in between hands its
+    streams (..., N, D) on. Existing parameters keep their names; each block gains `hyper_connections`, so wrap before
+    you build the optimizer and before you shard. `temper.unwrap` takes all of it back.
+
+    The model is first tried, on a copy without memory, with inputs guessed from the configuration of a transformers
+    model or from an `nn.Embedding`, or with `example`. If that fails, the error says why and the model stays as it
+    was. Where no inputs can be guessed the first forward pass checks the same things; its error leaves the model
+    wrapped.
 
     Args:
         module: a model with pre-norm residual blocks that run in the order in which they are registered.
         selector: which submodules are the blocks: a pattern of names such as "layers.*" (`*` stands for
-            one part of a dotted name), or a function of (name, module).
+            one part of a dotted name), a list of such patterns, or a function of (name, module).
         preset: a name of `temper.PRESETS`, changed by `overrides` as in `temper.preset`.
-        dim: the width; found from the norms of the first block if left out.
+        dim: the width; found from the norms of the first block if left out. To give it is also to say that the features
+            are the last dimension of x, which is otherwise refused for an x of four dimensions and for blocks with
+            batch or group norms.
         sites: how many residual adds one block has.
         reduce: what becomes of the streams after the last block: their "sum" (the paper's), or their "mean", which
             `temper.convert.upcycle` needs and sets by itself.
         recompute: keep only some of the streams for the backward pass (`temper.recompute`).
+        example: inputs to try the model with: a tensor, a tuple of arguments or a dict of keyword arguments.
 
     Returns:
         The same module.
@@ -76,23 +102,80 @@ def wrap(
     blocks = dict(_select(module, selector))
     for name, block in blocks.items():
         if hasattr(block, SITES):
-            raise ValueError(f"{name} is wrapped already")
-    dim = _width(blocks) if dim is None else dim
-    config = make_preset(preset, num_streams=num_streams, dim=dim, **overrides)
-    # Everything is built before anything is attached: an error leaves the model as it was.
-    lists = [
-        nn.ModuleList(HyperConnection(config, layer_index=index * sites + k) for k in range(sites))
-        for index in range(len(blocks))
-    ]
-    for index, ((name, block), connections) in enumerate(zip(blocks.items(), lists, strict=True)):
-        like = next(block.parameters(), None)
-        if like is not None:
-            connections.to(like.device)
-        connections.train(block.training)
-        setattr(block, SITES, connections)
-        block.register_forward_pre_hook(_Enter(name, first=index == 0), with_kwargs=True)
-        block.register_forward_hook(_Leave(name, reduce if index == len(blocks) - 1 else None))
+            raise ValueError(f"{name} is wrapped already; temper.unwrap(model) takes its streams off")
+        if any(hasattr(parameter, "placements") for parameter in block.parameters()):
+            raise ValueError(f"{name} is sharded already: wrap the model first, then shard it")
+    width = _width(module, blocks) if dim is None else dim
+    config = make_preset(preset, num_streams=num_streams, dim=width, **overrides)
+    record = Record(tuple(blocks), selector if isinstance(selector, str) else None, sites, reduce, preset)
+    parts = _build(record, [config] * (sites * len(blocks)))
+    trial = Trial(module, example)
+    if trial.copy is not None:
+        _attach(trial.copy, record, parts, any_layout=dim is not None, on=trial.on_copy)
+        trial.run(record.blocks, set_trial)
+    _attach(module, record, parts, any_layout=dim is not None)
+    pretrained.mark(module)
     return make_recompute(module) if recompute else module
+
+
+def unwrap(module: Model) -> Model:
+    """Takes the hyper-connections of `wrap` off a model, in place: its code runs as it did before.
+
+    The parameters of the sites are gone with them; all others stay the objects that they are.
+
+    Returns:
+        The same module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"unwrap wants a module, got {type(module).__name__}")
+    blocks = [block for block in module.modules() if any(isinstance(h, Leave) for h in block._forward_hooks.values())]
+    if not blocks:
+        raise ValueError(f"{type(module).__name__} is not wrapped: there is nothing to take off")
+    for block in blocks:
+        for hooks, flags in (
+            (block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs),
+            (block._forward_hooks, block._forward_hooks_with_kwargs),
+        ):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Enter | Leave)]:
+                del hooks[key]
+                flags.pop(key, None)
+        delattr(block, SITES)
+    for child in module.modules():
+        if hasattr(child, RECORDS):
+            delattr(child, RECORDS)
+    pretrained.unmark(module)
+    return module
+
+
+def records_of(module: nn.Module) -> list[tuple[Record, list[RouterConfig]]]:
+    """What `wrap` has done to a module or to parts of it, with names as the module has them, and what the sites are."""
+    found = []
+    for name, child in module.named_modules():
+        for record in getattr(child, RECORDS, ()):
+            prefix = f"{name}." if name else ""
+            pattern = None if record.selector is None else prefix + record.selector
+            record = replace(record, blocks=tuple(prefix + block for block in record.blocks), selector=pattern)
+            configs = [
+                site.config
+                for block in record.blocks
+                for site in module.get_submodule(f"{block}.{SITES}").modules()
+                if isinstance(site, Site)
+            ]
+            found.append((record, configs))
+    return found
+
+
+def repeat(module: nn.Module, record: Record, configs: Sequence[RouterConfig]) -> None:
+    """Wraps a module as another one of its kind was wrapped; it was tried then."""
+    blocks = list(_select(module, record.blocks))
+    if len(configs) != record.sites * len(blocks):
+        raise ValueError(
+            f"{len(configs)} sites are described; expected {record.sites} for each of {len(blocks)} blocks"
+        )
+    if record.reduce not in REDUCTIONS:
+        raise unknown("reduce", record.reduce, REDUCTIONS)
+    record = replace(record, blocks=tuple(name for name, _ in blocks))
+    _attach(module, record, _build(record, configs), any_layout=True)
 
 
 def reduce_by(module: nn.Module, reduce: str) -> None:
@@ -100,135 +183,64 @@ def reduce_by(module: nn.Module, reduce: str) -> None:
     assert reduce in REDUCTIONS
     for block in module.modules():
         for hook in block._forward_hooks.values():
-            if isinstance(hook, _Leave) and hook.reduce is not None:
+            if isinstance(hook, Leave) and hook.reduce is not None:
                 hook.reduce = reduce
+        if hasattr(block, RECORDS):
+            setattr(block, RECORDS, [replace(record, reduce=reduce) for record in getattr(block, RECORDS)])
+    pretrained.mark(module)
 
 
-class Carrier:
-    """The residual x of a wrapped block: N streams that look like one tensor.
-
-    Adding a tensor writes to the streams with the next site and gives the next carrier. Every other
-    use, by a torch function or a tensor method, sees what that site reads.
-    """
-
-    def __init__(self, streams: Tensor, sites: tuple[HyperConnection, ...], block: str) -> None:
-        self._streams, self._sites, self._block = streams, sites, block
-        self._begun: tuple[Tensor, State] | None = None
-
-    def _begin(self) -> tuple[Tensor, State]:
-        if not self._sites:
-            raise RuntimeError(
-                f"{self._block} uses its residual after all its sites are written: it has more residual adds "
-                "than `sites` says, or something between the blocks reads the streams"
-            )
-        if self._begun is None:
-            self._begun = self._sites[0].begin(self._streams)
-        return self._begun
-
-    def _add(self, y: Tensor) -> Carrier:
-        _, state = self._begin()
-        return Carrier(self._sites[0].finish(state, y), self._sites[1:], self._block)
-
-    @property
-    def _read(self) -> Tensor:
-        return self._begin()[0]
-
-    def __add__(self, other: Any) -> Any:
-        return self._add(other) if isinstance(other, Tensor) else self._read + _plain(other)
-
-    add = __radd__ = __iadd__ = __add__
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            # Not for the outside, and asked for while a copy is still empty.
-            raise AttributeError(name)
-        if name.endswith("_"):
-            raise TypeError(f"{self._block} changes its residual in place ({name}); write it as x = x + y to wrap it")
-        return getattr(self._read, name)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _ADDS and not kwargs and len(args) == 2 and all(isinstance(arg, cls | Tensor) for arg in args):
-            left, right = args
-            if isinstance(left, cls) != isinstance(right, cls):
-                return left._add(right) if isinstance(left, cls) else right._add(left)
-        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+def _build(record: Record, configs: Sequence[RouterConfig]) -> list[Sites]:
+    """The sites of every block, built before anything is attached: an error leaves the model as it was."""
+    numbered = iter(enumerate(configs))
+    with _float32_default():
+        return [
+            Sites([Site(config, layer_index=index) for index, config in (next(numbered) for _ in range(record.sites))])
+            for _ in record.blocks
+        ]
 
 
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: Carrier, *args: Any) -> Any:
-        return getattr(self._read, name)(*map(_plain, args))
-
-    return method
-
-
-# Python looks operators up on the class, past __getattr__.
-for _name in (
-    *("__mul__", "__rmul__", "__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__matmul__", "__rmatmul__"),
-    *("__pow__", "__neg__", "__getitem__", "__len__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__"),
-):
-    setattr(Carrier, _name, _delegate(_name))
-
-_ADDS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
-
-
-def _plain(value: Any) -> Any:
-    return value._read if isinstance(value, Carrier) else value
-
-
-class _Enter:
-    """Turns what a block is given into a carrier with the block's own sites."""
-
-    def __init__(self, name: str, first: bool) -> None:
-        self.name, self.first = name, first
-
-    def __call__(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Most blocks take x first; some are called with names only.
-        key = None if args else next(iter(kwargs), None)
-        x = args[0] if args else kwargs.get(key) if key is not None else None
-        sites = tuple(getattr(block, SITES))
-        if self.first and isinstance(x, Tensor):
-            streams = expand_streams(x, sites[0].config.num_streams)
-        elif not self.first and isinstance(x, Carrier) and not x._sites:
-            streams = x._streams
-        else:
-            raise TypeError(
-                f"{self.name} was given {type(x).__name__} as its first argument; expected "
-                + ("a tensor" if self.first else "the streams of the wrapped block before it")
-                + ": blocks must run in the order in which they are registered, with nothing between them"
-            )
-        carrier = Carrier(streams, sites, self.name)
-        return ((carrier, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: carrier})
+def _attach(
+    module: nn.Module,
+    record: Record,
+    parts: Sequence[Sites],
+    *,
+    any_layout: bool,
+    on: Callable[[Sites], Sites] | None = None,
+) -> None:
+    last = len(record.blocks) - 1
+    for index, (name, sites) in enumerate(zip(record.blocks, parts, strict=True)):
+        block = module.get_submodule(name)
+        like = next(block.parameters(), None)
+        if on is not None:
+            sites = on(sites)
+        elif like is not None:
+            sites.to(like.device)
+        sites.train(block.training)
+        setattr(block, SITES, sites)
+        enter = Enter(name, record.sites, first=index == 0, any_layout=any_layout, argument=_first_argument(block))
+        block.register_forward_pre_hook(enter, with_kwargs=True)
+        leave = Leave(name, record.sites, record.reduce if index == last else None)
+        block.register_forward_hook(leave, with_kwargs=True)
+    setattr(module, RECORDS, [*getattr(module, RECORDS, ()), record])
 
 
-class _Leave:
-    """Checks that every site of a block was used once, and reduces the streams after the last block."""
+@contextmanager
+def _float32_default() -> Iterator[None]:
+    """Routing is float32 whatever a model is built in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(before, torch.float32))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
-    def __init__(self, name: str, reduce: str | None) -> None:
-        self.name, self.reduce = name, reduce
 
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        carrier = output[0] if isinstance(output, tuple | list) and output else output
-        if not isinstance(carrier, Carrier) or carrier._sites:
-            unused = len(carrier._sites) if isinstance(carrier, Carrier) else 0
-            raise TypeError(
-                f"{self.name} does not end as a pre-norm block does: "
-                + (
-                    f"{unused} of its {len(getattr(block, SITES))} sites were not written; give wrap the number of "
-                    "residual adds as `sites`"
-                    if unused
-                    else "its output is not x + branch(norm(x)). Post-norm blocks need HyperConnection by hand"
-                )
-            )
-        if self.reduce is None:
-            return output
-        x = REDUCTIONS[self.reduce](carrier._streams)
-        return type(output)([x, *output[1:]]) if isinstance(output, tuple | list) else x
+def _first_argument(block: nn.Module) -> str | None:
+    try:
+        return next(iter(inspect.signature(block.forward).parameters), None)
+    except (TypeError, ValueError):
+        return None
 
 
 def _select(module: nn.Module, selector: Selector) -> Iterator[tuple[str, nn.Module]]:
@@ -239,6 +251,13 @@ def _select(module: nn.Module, selector: Selector) -> Iterator[tuple[str, nn.Mod
     elif isinstance(selector, str):
         chosen = [(name, child) for name, child in module.named_modules() if name and _matches(name, selector)]
         wanted = f"the pattern {selector!r}"
+    elif isinstance(selector, Sequence) and all(isinstance(pattern, str) for pattern in selector):
+        chosen = [
+            (name, child)
+            for name, child in module.named_modules()
+            if name and any(_matches(name, pattern) for pattern in selector)
+        ]
+        wanted = f"the patterns {list(selector)}"
     else:
         raise TypeError(f"selector must be a pattern of names or a function, got {type(selector).__name__}")
     if not chosen:
@@ -256,16 +275,25 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def _width(blocks: dict[str, nn.Module]) -> int:
-    """The width of the residual stream, from the norms of the first block."""
+def _width(module: nn.Module, blocks: dict[str, nn.Module]) -> int:
+    """The width of the residual stream, from the norms of the first block, or from a transformers configuration."""
     name, block = next(iter(blocks.items()))
     # A block's own norms act on its residual; deeper ones may be those of a head.
     for children in (block.children(), block.modules()):
-        widths = {
-            child.weight.shape[0]
-            for child in children
-            if "norm" in type(child).__name__.lower() and isinstance(child.weight, Tensor) and child.weight.ndim == 1
-        }
+        norms = [child for child in children if "norm" in type(child).__name__.lower()]
+        for norm in norms:
+            if isinstance(norm, CHANNELS_FIRST):
+                raise ValueError(
+                    f"{name!r} has a {type(norm).__name__}, as channels-first networks have: hyper-connections act on "
+                    "the last dimension of x. Give wrap dim= if that is where the features are; otherwise use "
+                    "HyperConnection by hand, around a permute"
+                )
+        weights = [getattr(norm, "weight", None) for norm in norms]
+        widths = {weight.shape[0] for weight in weights if isinstance(weight, Tensor) and weight.ndim == 1}
         if len(widths) == 1:
             return widths.pop()
+    config: Any = getattr(module, "config", None)
+    known = getattr(config.get_text_config(), "hidden_size", None) if hasattr(config, "get_text_config") else None
+    if isinstance(known, int):
+        return known
     raise ValueError(f"the norms of {name!r} do not tell the width: give wrap dim=")

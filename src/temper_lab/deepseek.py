@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from temper import HyperConnection, RouterConfig
 from temper.convert import export_foreign, load_foreign
+from temper.gates import with_vector_gates
 from temper_lab.distributed import check_fit
 from temper_lab.io import (
     atomic_dir,
@@ -130,7 +131,7 @@ def load(folder: str | Path) -> PreTrainedModel:
     about = read_json(folder / FILE_NAME)
     if about.get("format") != FORMAT or not isinstance(about.get("sites"), dict):
         raise ValueError(f"{folder / FILE_NAME} has format {about.get('format')!r}, expected {FORMAT!r} with sites")
-    tensors = read_tensors(folder / WEIGHTS)
+    tensors = with_vector_gates(read_tensors(folder / WEIGHTS))
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if getattr(config, "num_hidden_layers", 0) > len(tensors):
         raise ValueError(f"{folder}: it has {config.num_hidden_layers} blocks and {len(tensors)} tensors")

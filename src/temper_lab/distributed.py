@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from temper.gates import with_vector_gates
 from temper_lab.model import GPT
 
 T = TypeVar("T")
@@ -130,7 +131,6 @@ class Spread:
         self.plain = model
         self.world = world
         self.is_sharded = parallel == "fsdp"
-        self._whole: list[nn.Parameter] = []
         # In place, so that no parameter changes its name.
         if compile:
             for part in model.blocks if self.is_sharded else [model]:
@@ -151,12 +151,9 @@ class Spread:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.world.device.type, (self.world.size,))
-        # FSDP2 cannot cut a scalar, and the gates are scalars: they stay whole, in an order that all processes share.
-        self._whole = [parameter for parameter in self.plain.parameters() if parameter.ndim == 0]
-        ignored = set(self._whole)
         for block in self.plain.blocks:
-            fully_shard(block, mesh=mesh, ignored_params=ignored)
-        fully_shard(self.plain, mesh=mesh, ignored_params=ignored)
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.plain, mesh=mesh)
 
     def close(self) -> None:
         """Leaves the plain model alone; DDP holds on to the other processes, so this comes before the session ends."""
@@ -167,16 +164,6 @@ class Spread:
         is_ddp = isinstance(self.module, nn.parallel.DistributedDataParallel)
         return self.module.no_sync() if is_ddp and not is_last else nullcontext()
 
-    def exchange(self) -> None:
-        """Averages the gradients that no wrapper averages."""
-        whole = [parameter for parameter in self._whole if parameter.requires_grad]
-        if not whole:
-            return
-        grads = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in whole])
-        dist.all_reduce(grads)
-        for parameter, grad in zip(whole, grads / self.world.size, strict=True):
-            parameter.grad = grad.clone()
-
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model by the names of the plain one. Sharded, every process has to call this."""
         state = self.plain.state_dict()
@@ -185,7 +172,7 @@ class Spread:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes over a whole model, or raises ValueError."""
-        mine = self.plain.state_dict()
+        mine, state = self.plain.state_dict(), with_vector_gates(state)
         check_fit(mine, state)
         for name, value in mine.items():
             if isinstance(value, DTensor):

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import temper
 from temper.registry import unknown
+from temper_lab import checkpoint, metrics
 from temper_lab.io import atomic_dir, check_finite
 from temper_lab.model import GPT
 from temper_lab.nanochat import to_nanochat
+from temper_lab.run import RunFolder
 from temper_lab.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def export(model: GPT, tokenizer: Tokenizer, out: str | Path, *, to: str = "hf") -> Path:
-    """Writes weights, configuration, generation settings and tokenizer into a new folder.
+class Score(NamedTuple):
+    """Validation bits per byte of a run, and the step they were measured at."""
+
+    bpb: float
+    step: int
+
+
+def export(model: GPT, tokenizer: Tokenizer, out: str | Path, *, to: str = "hf", score: Score | None = None) -> Path:
+    """Writes weights, configuration, generation settings, tokenizer and a model card into a new folder.
 
     Args:
         to: "hf" for `temper_lab.hf.TemperForCausalLM`, which holds any preset, or "nanochat" for
             transformers' own `NanoChatForCausalLM`, which holds the residual preset.
+        score: for the model card, if it is known.
     """
     out = Path(out).absolute()
     check_out(out)
@@ -36,6 +47,7 @@ def export(model: GPT, tokenizer: Tokenizer, out: str | Path, *, to: str = "hf")
     with atomic_dir(out) as work:
         theirs.save_pretrained(work)
         their_tokenizer.save_pretrained(work)
+        (work / "README.md").write_text(card(model, to=to, score=score), encoding="utf-8")
     return out
 
 
@@ -43,6 +55,80 @@ def check_out(out: Path) -> None:
     """Raises ValueError for a folder that is taken."""
     if out.exists():
         raise ValueError(f"{out} exists; expected a new folder for the export")
+
+
+def score_of(path: Path) -> Score | None:
+    """The last validation score of the model that `load` reads from a run; None where there is none."""
+    run = RunFolder(path)
+    if not run.is_run:
+        return None
+    rows = metrics.read(run.metrics)
+    if not (path / "model").is_dir():
+        found, _ = checkpoint.latest(run.checkpoints)
+        rows = [row for row in rows if found is not None and row["step"] <= found.step]
+    return next((Score(row["val_bpb"], row["step"]) for row in reversed(rows) if "val_bpb" in row), None)
+
+
+def card(model: GPT, *, to: str = "hf", score: Score | None = None) -> str:
+    """The README.md of an exported model: method, size, score and how to load it."""
+    config, routing, counts = model.config, model.config.routing(), model.num_parameters()
+    streams = "one residual stream" if routing.is_residual else f"{config.num_streams} residual streams"
+    rows = [("method", f"`{config.preset}`, {streams}")]
+    if not routing.is_residual:
+        heads = ", ".join(f"{head} {getattr(routing, head).name}" for head in ("pre", "res", "post"))
+        rows += [("generators", heads), ("mixer", routing.mixer.name)]
+    rows += [
+        ("parameters", f"{counts['total']:,}"),
+        ("of these routing", f"{counts['routing']:,}"),
+        ("layers, width, heads", f"{config.num_layers}, {config.width}, {config.width // config.head_dim}"),
+        ("context", f"{config.context:,} tokens"),
+        ("vocabulary", f"{config.vocab_size:,} tokens"),
+        ("validation bits per byte", "not known" if score is None else f"{score.bpb:.4f} at step {score.step:,}"),
+    ]
+    is_ours = to == "hf"
+    trust = ", trust_remote_code=True" if is_ours else ""
+    needs = (
+        f"It needs the `temper` hyper-connections library {temper.__version__} with its lab (in its source folder:\n"
+        "`pip install '.[lab,hf]'`). The two Python files in this folder only import it, which is what\n"
+        "`trust_remote_code=True` is for.\n"
+        if is_ours
+        else "It needs nothing but transformers.\n"
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- hyper-connections
+- temper
+---
+
+# A language model with {streams}
+
+Pretrained with the TEMPER lab.
+
+| | |
+|---|---|
+{chr(10).join(f"| {name} | {value} |" for name, value in rows)}
+
+## How to load it
+
+{needs}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+folder = "."  # this folder, or its name on the hub
+model = AutoModelForCausalLM.from_pretrained(folder{trust})
+tokenizer = AutoTokenizer.from_pretrained(folder)
+generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+print(generate("The people", max_new_tokens=20))
+```
+
+```
+lm_eval --model hf --model_args pretrained=.{",trust_remote_code=True" if is_ours else ""} --tasks lambada_openai
+```
+
+It is a base model: it continues text, and was not tuned to follow instructions.
+"""
 
 
 def _temper(model: GPT, tokenizer: Tokenizer) -> PreTrainedModel:

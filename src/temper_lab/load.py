@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from temper.gates import with_vector_gates
 from temper_lab import checkpoint
 from temper_lab.distributed import check_fit, device_of
 from temper_lab.io import ATTEMPTS, entry, read_dir
@@ -59,6 +60,7 @@ def _newest(run: RunFolder) -> tuple[checkpoint.Checkpoint, dict[str, torch.Tens
 def _build(
     path: Path, config: dict, tensors: dict[str, torch.Tensor], tokenizer: Tokenizer, device: torch.device | str
 ) -> tuple[GPT, Tokenizer]:
+    tensors = with_vector_gates(tensors)
     try:
         parsed = ModelConfig.from_dict(config)
         # Before so many blocks are built: each has several tensors.

@@ -180,7 +180,6 @@ class Trainer:
                     loss = self.spread.module(ids, targets_BT=targets)
                 (loss / num_portions).backward()
             total += loss.detach()
-        self.spread.exchange()
         mean, wishes = self.world.sum(float(total) / self.split.num_portions, float(self.wish.number > 0))
         number = self.step + 1
         try:

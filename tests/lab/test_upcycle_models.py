@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from older import with_scalar_gates
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import temper
@@ -275,9 +276,12 @@ def test_a_folder_of_transformers(llama_folder, corpus_folder, tmp_path, capsys)
     opened = open_losses(out)
     with torch.no_grad():
         assert torch.equal(opened.losses.network(IDS).logits, model(IDS).logits)
+    with_scalar_gates(out)
     corpus = ["--corpus", str(corpus_folder), "--batches", "1", "--json"]
     assert main(["eval", "bpb", "--model", str(out), *corpus]) == 0
     assert json.loads(capsys.readouterr().out)["bpb"] > 0
+    with torch.no_grad():
+        assert torch.equal(load(out)(IDS).logits, model(IDS).logits)
 
 
 def test_a_damaged_folder_says_what_is_wrong(llama_folder, tmp_path):

@@ -162,13 +162,13 @@ class HyperConn(Foreign):
         pre_bias, res_bias = cls.split(theirs["static_alpha"].flatten(), num_streams)
         return {
             "norm.weight": 1 + theirs["norm.gamma"].view(modes),
-            "pre.gate": theirs["pre_branch_scale"],
+            "pre.gate": theirs["pre_branch_scale"].view(1),
             "pre.bias": pre_bias,
             "pre.generator.weight": pre,
-            "res.gate": theirs["residual_scale"],
+            "res.gate": theirs["residual_scale"].view(1),
             "res.bias": res_bias,
             "res.generator.weight": res,
-            "post.gate": theirs["h_post_scale"],
+            "post.gate": theirs["h_post_scale"].view(1),
             "post.bias": theirs["static_beta"],
             "post.generator.weight": theirs["dynamic_beta_fn"].unflatten(0, modes),
         }
@@ -179,9 +179,9 @@ class HyperConn(Foreign):
         static = cls.join(ours["pre.bias"], ours["res.bias"], num_streams)
         return {
             "norm.gamma": (ours["norm.weight"] - 1).flatten(),
-            "pre_branch_scale": ours["pre.gate"].view(1),
-            "residual_scale": ours["res.gate"].view(1),
-            "h_post_scale": ours["post.gate"],
+            "pre_branch_scale": ours["pre.gate"],
+            "residual_scale": ours["res.gate"],
+            "h_post_scale": ours["post.gate"].view(()),
             "static_alpha": static.view(cls.shapes(num_streams, dim)["static_alpha"]),
             "dynamic_alpha_fn": alpha.flatten(0, 1),
             "static_beta": ours["post.bias"],
@@ -281,7 +281,7 @@ class DeepseekV4(Foreign, name="deepseek_v4"):
             if name == "res":
                 weight = weight.unflatten(-1, (num_streams, num_streams)).transpose(-2, -1)
                 bias = bias.view(num_streams, num_streams).T
-            ours |= {f"{name}.gate": scale, f"{name}.bias": bias, f"{name}.generator.weight": weight}
+            ours |= {f"{name}.gate": scale.view(1), f"{name}.bias": bias, f"{name}.generator.weight": weight}
         return ours
 
     @classmethod
@@ -295,7 +295,7 @@ class DeepseekV4(Foreign, name="deepseek_v4"):
             fn.append((weight.flatten(2) * ours["norm.weight"].unsqueeze(-1)).flatten(0, 1).T)
             base.append(bias.flatten())
         gates = [ours[f"{name}.gate"] for name in ("pre", "post", "res")]
-        return {"fn": torch.cat(fn), "base": torch.cat(base), "scale": torch.stack(gates)}
+        return {"fn": torch.cat(fn), "base": torch.cat(base), "scale": torch.cat(gates)}
 
 
 def _routed(source: str, name: str, num_streams: int, dim: int, settings: dict[str, Any]) -> RouterConfig:

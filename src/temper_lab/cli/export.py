@@ -12,8 +12,9 @@ def export(model: Path, out: Path, to: Literal["hf", "nanochat"] = "hf") -> None
         temper export --model runs/smoke --to hf --out exported/smoke
         temper export --model runs/plain --to nanochat --out exported/plain
 
-    After `import temper_lab.hf`, AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained read what
-    `--to hf` wrote. What `--to nanochat` wrote, transformers reads by itself; it holds the residual preset only.
+    AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True), pipeline and lm_eval read what `--to hf` wrote,
+    wherever temper is installed. What `--to nanochat` wrote, transformers reads by itself; it holds the residual preset
+    only. The folder has a model card (README.md) with method, parameters, bits per byte and how to load it.
 
     Args:
         model: A model folder, or the folder of a run: its final model, or that of its newest checkpoint.
@@ -28,5 +29,5 @@ def export(model: Path, out: Path, to: Literal["hf", "nanochat"] = "hf") -> None
     exporting.check_out(out)
     hf.transformers.utils.logging.disable_progress_bar()
     network, tokenizer = load(model)
-    folder = exporting.export(network, tokenizer, out, to=to)
+    folder = exporting.export(network, tokenizer, out, to=to, score=exporting.score_of(model))
     print(f"{to}: {network.config.preset} with {network.num_parameters()['total']:,} parameters in {folder}")

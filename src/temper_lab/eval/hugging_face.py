@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from temper_lab.eval.models import fingerprint, sizes
 from temper_lab.eval.token_bytes import raw_bytes
-from temper_lab.upcycle.theirs import SAFELY, attach, check_theirs, is_upcycled, read_hf
+from temper_lab.upcycle.theirs import SAFELY, check_theirs, is_upcycled, read_hf
+from temper_lab.upcycle.theirs import load as load_upcycled
 
 # What begins a document where no BOS is named: models trained without one know the token between documents.
 DELIMITERS = ("<|endoftext|>", "<|bos|>", "<|begin_of_text|>", "<s>")
@@ -44,8 +45,6 @@ def load_theirs(path: Path, *, device: torch.device | str = "cpu") -> tuple[nn.M
         check_theirs(path)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **SAFELY)
         network = _network(path)
-        if is_upcycled(path):
-            attach(network, path)
     # Their loaders raise whatever they come across.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -66,7 +65,7 @@ def _network(path: Path) -> nn.Module:
 
     if (path / deepseek.FILE_NAME).is_file():
         return deepseek.load(path)
-    return read_hf(path)
+    return load_upcycled(path) if is_upcycled(path) else read_hf(path)
 
 
 class TheirTokenizer:

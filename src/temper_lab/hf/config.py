@@ -67,6 +67,10 @@ class TemperConfig(PretrainedConfig):
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: `TemperForCausalLM.save_pretrained` writes the files that make a folder loadable."""
+
+    @classmethod
     def of(cls, config: ModelConfig, **kwargs: Any) -> TemperConfig:
         """Theirs from ours."""
         return cls(**config.to_dict(), **kwargs)

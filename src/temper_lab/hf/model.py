@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,14 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from temper.pretrained import older_weights, write_stub
 from temper_lab.hf.cache import Past
 from temper_lab.hf.config import TemperConfig
 from temper_lab.model import GPT
+
+# The files that Auto classes are pointed to, what is in each, and for which Auto class.
+STUBS = {"configuration_temper": "TemperConfig", "modeling_temper": "TemperForCausalLM"}
+AUTOS = ("AutoConfig", "AutoModelForCausalLM")
 
 
 class TemperForCausalLM(PreTrainedModel, GenerationMixin):
@@ -48,6 +55,27 @@ class TemperForCausalLM(PreTrainedModel, GenerationMixin):
             theirs = cls(TemperConfig.of(model.config, **kwargs))
         theirs.model = model
         return theirs.train(model.training)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: the files that make a folder loadable are written by `save_pretrained`."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, *args: Any, **options: Any) -> Any:
+        older = older_weights(folder) if "state_dict" not in options else None
+        if older is None:
+            return super().from_pretrained(folder, *args, **options)
+        options.setdefault("config", TemperConfig.from_pretrained(folder))
+        return super().from_pretrained(None, *args, state_dict=older, **options)
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any) -> Any:
+        """As for any model, with two files that have the Auto classes find the installed package."""
+        if is_main_process and not os.path.isfile(save_directory):
+            os.makedirs(save_directory, exist_ok=True)
+            for name, part in STUBS.items():
+                write_stub(Path(save_directory), name, f"from temper_lab.hf import {part}", package="temper_lab")
+        self.config.auto_map = {auto: f"{name}.{part}" for (name, part), auto in zip(STUBS.items(), AUTOS, strict=True)}
+        return super().save_pretrained(save_directory, is_main_process, *args, **options)
 
     @can_return_tuple
     def forward(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from temper.gates import with_vector_gates
 from temper_lab.optim.groups import GROUPS, assign
 from temper_lab.optim.muon import Muon, local
 
@@ -222,6 +223,9 @@ class Optimizers:
             for name, parameter in self.parameters.items()
             for key, value in self._optimizer_of(name).state[parameter].items()
         }
+        # Older checkpoints hold the moments of a gate as scalars. AdamW's number of steps has always been one.
+        counts = {key: value for key, value in tensors.items() if key.startswith("step.")}
+        tensors = with_vector_gates(tensors) | counts
         problems += [f"missing {key}" for key in slots if key not in tensors]
         problems += [f"unexpected {key}" for key in tensors if key not in slots]
         for key in slots.keys() & tensors.keys():

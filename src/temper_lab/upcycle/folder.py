@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from temper.carrier import WrapError
 from temper_lab import checkpoint
 from temper_lab.eval.models import is_theirs
 from temper_lab.io import atomic_dir, check_finite, entry, read_json
@@ -123,8 +124,12 @@ def _theirs(source: Path, out: Path, options: dict[str, Any]) -> Upcycled:
     config = model.config.get_text_config()
     ids_BT = _probe(config.vocab_size, getattr(config, "max_position_embeddings", None) or 32)
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-    upcycle_hf(model, **options)
-    difference, largest = _compare(logits_BTV, _run(lambda: model(input_ids=ids_BT, use_cache=False).logits))
+    try:
+        upcycle_hf(model, **options)
+        again_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    except WrapError as error:
+        raise ValueError(f"the blocks are not what --blocks and --sites say: {error}") from error
+    difference, largest = _compare(logits_BTV, again_BTV)
     check_finite(model.state_dict(), "the model")
     with atomic_dir(out.absolute()) as work:
         model.save_pretrained(work)
@@ -132,13 +137,6 @@ def _theirs(source: Path, out: Path, options: dict[str, Any]) -> Upcycled:
             for path in source.glob(pattern):
                 shutil.copyfile(path, work / path.name)
     return Upcycled("a folder for temper_lab.upcycle.load", _count(model), _count(model) - before, difference, largest)
-
-
-def _run(forward: Callable[[], Tensor]) -> Tensor:
-    try:
-        return forward()
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"the blocks are not what --blocks and --sites say: {error}") from error
 
 
 def _probe(vocab_size: int, limit: int) -> Tensor:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 import temper
-from temper.wrap import SITES
+from temper.carrier import SITES
+from temper.pretrained import ENTRY
 from temper_lab.io import FileError, brief, entry, read_json
 from temper_lab.upcycle.layouts import layout_of
 from temper_lab.upcycle.ours import check_streams
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel
-
-# The entry of config.json, and what is in it.
-ENTRY = "temper"
-FIELDS = ("blocks", "sites", "reduce", "preset", "router")
 
 
 def upcycle_hf(
@@ -62,8 +58,6 @@ def upcycle_hf(
         options: dict[str, Any] = {"preset": preset, "num_streams": num_streams, "dim": dim, "sites": layout.sites}
         temper.wrap(model, layout.blocks, **options, reduce="mean", **(router or {}))
         temper.convert.upcycle(model)
-    entry = {**layout._asdict(), "reduce": "mean", "preset": preset, "router": _first(model).config.to_dict()}
-    setattr(model.config, ENTRY, entry)
     return model
 
 
@@ -73,7 +67,7 @@ def is_upcycled(folder: Path) -> bool:
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:
-    """A model with several streams from a folder that `save_pretrained` has written.
+    """A model with several streams from a folder that `save_pretrained` has written; nothing is downloaded.
 
     Args:
         options: of `from_pretrained`, such as `dtype=torch.bfloat16`; the sites stay in float32.
@@ -81,7 +75,19 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     folder = Path(folder)
     if not folder.is_dir() or not is_upcycled(folder):
         raise ValueError(f"{folder} holds no model with streams: expected a folder of `temper upcycle`")
-    return attach(read_hf(folder, **options), folder)
+    check_theirs(folder)
+    with _quiet():
+        try:
+            found, told = temper.load_pretrained(
+                folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+            )
+        except ValueError as error:
+            raise error if str(error).startswith(str(folder)) else FileError(f"{folder}: {error}") from error
+        # Their loaders raise whatever they come across.
+        except Exception as error:
+            raise FileError(f"{folder}: not complete: {' '.join(str(error).split())[:300]}") from error
+    _check_all_loaded(folder, told)
+    return found
 
 
 def read_hf(folder: Path, **options: Any) -> PreTrainedModel:
@@ -157,40 +163,6 @@ def _check_all_loaded(folder: Path, told: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise FileError(f"{folder}: these weights are not those of its config.json: {'; '.join(problems)}")
-
-
-def attach(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Puts the streams that a folder describes on a model that was read from it, in place."""
-    entry = getattr(model.config, ENTRY, None)
-    if not isinstance(entry, Mapping) or set(entry) != set(FIELDS):
-        found = sorted(entry) if isinstance(entry, Mapping) else entry
-        raise ValueError(f"{folder}: the entry {ENTRY!r} of config.json is {found}; expected {', '.join(FIELDS)}")
-    try:
-        options = {key: entry[key] for key in ("preset", "sites", "reduce")}
-        temper.wrap(model, entry["blocks"], **options, **entry["router"])
-        expected = {key for key in model.state_dict() if f".{SITES}." in key}
-        tensors = _site_tensors(folder)
-        if missing := sorted(expected - set(tensors)):
-            raise ValueError(f"{len(missing)} tensors of the sites are missing ({', '.join(missing[:3])})")
-        model.load_state_dict(tensors, strict=False)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{folder}: {error}") from error
-    return model
-
-
-def _first(model: PreTrainedModel) -> temper.HyperConnection:
-    return next(module for module in model.modules() if isinstance(module, temper.HyperConnection))
-
-
-def _site_tensors(folder: Path) -> dict[str, Tensor]:
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                tensors |= {key: file.get_tensor(key).clone() for key in file.keys() if f".{SITES}." in key}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path.name} is not a complete safetensors file: {error}") from error
-    return tensors
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def _folded(site: temper.HyperConnection) -> dict[str, Tensor]:
     return {
         "in": in_map_RND if gain is None else in_map_RND * gain,
         "out": torch.cat([torch.empty(0), *outs]),
-        "gate": torch.stack([head.gate for head in heads]),
+        "gate": torch.cat([head.gate for head in heads]),
         "bias": torch.cat([head.bias.flatten() for head in heads]),
     }
 

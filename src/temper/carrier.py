@@ -1,0 +1,394 @@
+"""Inside a wrapped block: x is a carrier of streams, from the hook before the block to the hook after it.
+
+A pre-norm block says `x = x + branch(norm(x))`. Adding to a carrier writes to the streams; anything else that is done
+with it is done to what the next site reads. A carrier lives inside one block only. Blocks hand plain tensors
+(..., N, D) on to each other, so that FSDP, checkpointing and hooks see what they expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from temper.config import RouterConfig
+from temper.connection import HyperConnection, State
+from temper.streams import expand_streams, reduce_streams
+
+if TYPE_CHECKING:
+    from temper.trial import Trial
+
+# The name under which a block holds its sites.
+SITES = "hyper_connections"
+
+
+def _mean(streams: Tensor) -> Tensor:
+    return streams.squeeze(-2) if streams.shape[-2] == 1 else streams.mean(-2)
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": reduce_streams, "mean": _mean}
+
+
+class WrapError(ValueError, RuntimeError):
+    """A model that `wrap` cannot serve as it was asked to."""
+
+
+class Site(HyperConnection):
+    """A site of a wrapped block. To call it is to `begin`, so that what acts on calls (FSDP, offloading) acts here."""
+
+    def forward(self, streams: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.begin(streams)
+
+
+class Sites(nn.Module):
+    """The sites of one block by number.
+
+    Not a `ModuleList`: to call it is to begin one of them, which FSDP and PEFT's `modules_to_save` need.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        super().__init__()
+        for index, site in enumerate(sites):
+            self.add_module(str(index), site)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.children())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self.children())[index]
+
+    def forward(self, streams: Tensor, index: int) -> tuple[Tensor, State]:
+        begun: tuple[Tensor, State] = getattr(self, str(index))(streams)
+        return begun
+
+    def finish(self, state: State, y: Tensor, index: int) -> Tensor:
+        site = getattr(self, str(index))
+        result: Tensor = site.finish(state, y)
+        return result
+
+
+# The trial that is running, for which blocks and carriers report what they do.
+_trial: Trial | None = None
+
+
+def set_trial(trial: Trial | None) -> None:
+    global _trial
+    _trial = trial
+
+
+class Carrier:
+    """The residual x of a wrapped block: N streams that look like one tensor.
+
+    Adding a tensor writes to the streams with the next site and gives the next carrier. What leaves the values alone
+    (`contiguous`, `clone`, a dropout that drops nothing) or only casts them gives a carrier again. Every other use, by
+    a torch function or a tensor method, sees what the next site reads.
+
+    Args:
+        index: of the next site.
+        begun: what that site has begun, once for all casts of this carrier.
+        uses: the names of what was done with x, for an error to tell.
+    """
+
+    def __init__(
+        self,
+        streams: Tensor,
+        sites: Sites,
+        block: str,
+        index: int,
+        count: int,
+        uses: list[str],
+        *,
+        begun: list[tuple[Tensor, State]] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._streams, self._sites, self._block = streams, sites, block
+        self._index, self._count, self._uses = index, count, uses
+        self._begun = [] if begun is None else begun
+        self._dtype = streams.dtype if dtype is None else dtype
+        self._x: Tensor | None = None
+
+    @property
+    def _left(self) -> int:
+        """How many sites are still to be written."""
+        return self._count - self._index
+
+    def _begin(self) -> tuple[Tensor, State]:
+        if not self._left:
+            raise WrapError(
+                f"{self._block} uses its residual ({', '.join(self._uses[-2:]) or 'x + y'}) after all of its "
+                f"{self._count} sites are written: it has more residual adds than `sites` says, or does something else "
+                "to x at its end, as post-norm blocks do"
+            )
+        if not self._begun:
+            self._begun.append(self._sites(self._streams, self._index))
+            if _trial is not None:
+                _trial.saw_read(self._begun[0][0])
+        return self._begun[0]
+
+    def _add(self, y: Tensor) -> Carrier:
+        self._uses.append("add")
+        if self._dtype == self._streams.dtype:
+            _, state = self._begin()
+        else:
+            # A residual that is kept in another precision: from here on the streams are.
+            self._begin()
+            _, state = self._sites(self._streams.to(self._dtype), self._index)
+        streams = self._sites.finish(state, y, self._index)
+        return Carrier(streams, self._sites, self._block, self._index + 1, self._count, self._uses)
+
+    def _cast(self, dtype: torch.dtype) -> Carrier:
+        if dtype == self._dtype:
+            return self
+        self._uses.append(f"to({dtype})")
+        parts = (self._streams, self._sites, self._block, self._index, self._count, self._uses)
+        return Carrier(*parts, begun=self._begun, dtype=dtype)
+
+    @property
+    def _read(self) -> Tensor:
+        if self._x is None:
+            self._x = self._begin()[0].to(self._dtype)
+        return self._x
+
+    def __add__(self, other: Any) -> Any:
+        return self._add(other) if isinstance(other, Tensor) else self._read + _plain(other)
+
+    __radd__ = __iadd__ = __add__
+
+    def add(self, other: Any, *, alpha: float = 1) -> Any:
+        return self + (other if alpha == 1 or not isinstance(other, Tensor) else alpha * other)
+
+    # What can be said of x without reading it.
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._streams.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._streams.shape[:-2] + self._streams.shape[-1:]
+
+    @property
+    def ndim(self) -> int:
+        return self._streams.ndim - 1
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._streams.requires_grad
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    # What leaves the values alone, or only casts them.
+    def contiguous(self, **_: Any) -> Carrier:
+        return self
+
+    clone = contiguous
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        for value in (*args, kwargs.get("other")):
+            if isinstance(value, Tensor | Carrier):
+                dtype, device = value.dtype, value.device
+            elif isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, str | torch.device):
+                device = value
+        if device is not None and not _is_at(self.device, torch.device(device)):
+            self._uses.append(f"to({device})")
+            return self._read.to(*map(_plain, args), **tree_map(_plain, kwargs))
+        return self if dtype is None else self._cast(dtype)
+
+    def type_as(self, other: Any) -> Carrier:
+        return self._cast(other.dtype)
+
+    def float(self) -> Carrier:
+        return self._cast(torch.float32)
+
+    def double(self) -> Carrier:
+        return self._cast(torch.float64)
+
+    def half(self) -> Carrier:
+        return self._cast(torch.float16)
+
+    def bfloat16(self) -> Carrier:
+        return self._cast(torch.bfloat16)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            # Not for the outside, and asked for while a copy is still empty.
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise WrapError(f"{self._block} changes its residual in place ({name}); write it as x = x + y to wrap it")
+        self._uses.append(name)
+        return getattr(self._read, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ADDS and len(args) == 2 and all(isinstance(arg, cls | Tensor) for arg in args):
+            left, right = args
+            alpha = kwargs.get("alpha", 1)
+            if isinstance(left, cls) and isinstance(right, Tensor) and kwargs.keys() <= {"alpha"}:
+                return left.add(right, alpha=alpha)
+            if isinstance(right, cls) and isinstance(left, Tensor) and alpha == 1 and kwargs.keys() <= {"alpha"}:
+                return right._add(left)
+        if args and isinstance(args[0], cls):
+            if func is torch.clone:
+                return args[0]
+            if func in _DROPOUTS and _drops_nothing(*args[1:], **kwargs):
+                return args[0]
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, cls):
+                value._uses.append(getattr(func, "__name__", str(func)))
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Carrier, *args: Any) -> Any:
+        self._uses.append(name.strip("_"))
+        return getattr(self._read, name)(*map(_plain, args))
+
+    return method
+
+
+# Python looks operators up on the class, past __getattr__.
+for _name in (
+    *("__mul__", "__rmul__", "__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__matmul__", "__rmatmul__"),
+    *("__pow__", "__neg__", "__getitem__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__"),
+):
+    setattr(Carrier, _name, _delegate(_name))
+Carrier.__len__ = lambda self: self.shape[0]  # type: ignore[attr-defined]
+
+_ADDS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
+
+
+def _drops_nothing(p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True) -> bool:
+    """Of a dropout with these arguments; torch.dropout has its own name for one of them."""
+    return p == 0 or not (training and train)
+
+
+def _is_at(device: torch.device, wanted: torch.device) -> bool:
+    return device.type == wanted.type and wanted.index in (None, device.index)
+
+
+def _plain(value: Any) -> Any:
+    return value._read if isinstance(value, Carrier) else value
+
+
+class Enter:
+    """Turns what a block is given into a carrier with the block's own sites.
+
+    Args:
+        first: whether this block is given x itself, and not the streams of the block before it.
+        any_layout: whether x may have more dimensions than batch, tokens and features.
+        argument: the name of x where blocks are called with names only.
+    """
+
+    def __init__(self, name: str, count: int, *, first: bool, any_layout: bool, argument: str | None) -> None:
+        self.name, self.count, self.first, self.any_layout, self.argument = name, count, first, any_layout, argument
+
+    def __call__(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Most blocks take x first; some are called with names only.
+        key = None if args else self.argument if self.argument in kwargs else next(iter(kwargs), None)
+        x = args[0] if args else kwargs.get(key) if key is not None else None
+        sites = getattr(block, SITES)
+        if _trial is not None:
+            _trial.enter(self.name, x)
+        streams = self._streams(x, _config(sites))
+        carrier = Carrier(streams, sites, self.name, 0, self.count, [])
+        return ((carrier, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: carrier})
+
+    def _streams(self, x: Any, config: RouterConfig) -> Tensor:
+        num_streams, dim = config.num_streams, config.dim
+        if not isinstance(x, Tensor):
+            raise WrapError(
+                f"{self.name} was given {type(x).__name__} as its first argument; expected a tensor, the residual x"
+            )
+        shape = tuple(x.shape)
+        plain = self.first or num_streams == 1
+        if not plain and (x.ndim < 2 or shape[-2:] != (num_streams, dim)):
+            raise WrapError(
+                f"{self.name} was given a tensor of shape {shape}; expected the streams (..., {num_streams}, {dim}) of "
+                "the wrapped block before it: blocks must run in the order in which they are registered, with nothing "
+                "between them"
+            )
+        if plain and (x.ndim < 1 or shape[-1] != dim):
+            raise WrapError(
+                f"{self.name} was given x of shape {shape}, whose last dimension is not the width {dim}. Features have "
+                "to come last; channels-first networks (convolutions) need HyperConnection by hand, around a permute"
+            )
+        if plain and x.ndim > 3 and not self.any_layout:
+            raise WrapError(
+                f"{self.name} was given x of shape {shape}: with more than three dimensions it may be channels-first "
+                f"(images), and nothing tells which dimension has the features. Give wrap dim={dim} if it is the last"
+            )
+        return x.unsqueeze(-2) if num_streams == 1 else expand_streams(x, num_streams) if self.first else x
+
+
+class Leave:
+    """Checks that every site of a block was used once, and hands the streams on; reduces them after the last block."""
+
+    def __init__(self, name: str, count: int, reduce: str | None) -> None:
+        self.name, self.count, self.reduce = name, count, reduce
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        in_tuple = isinstance(output, tuple | list) and len(output) > 0
+        carrier = output[0] if in_tuple else output
+        if not isinstance(carrier, Carrier):
+            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Carrier)), None)
+            reason = _trial.lost(carrier) if _trial is not None else _lost([] if x is None else x._uses)
+            raise WrapError(f"{self.name} does not end as a pre-norm block does: {reason}")
+        if carrier._left:
+            raise WrapError(
+                f"{self.name} does not end as a pre-norm block does: {carrier._left} of its {self.count} sites were "
+                "not written; give wrap the number of residual adds as `sites`"
+            )
+        streams = carrier._streams.to(carrier._dtype)
+        # One stream is the plain residual, between blocks too.
+        handed = streams.squeeze(-2) if streams.shape[-2] == 1 else streams
+        if self.reduce is not None:
+            handed = REDUCTIONS[self.reduce](streams)
+        if _trial is not None:
+            _trial.leave(self.name, handed)
+        if not in_tuple:
+            return handed
+        rest = [handed, *output[1:]]
+        return type(output)(*rest) if hasattr(output, "_fields") else type(output)(rest)
+
+
+def _lost(uses: list[str]) -> str:
+    return (
+        "its output is not x + branch(norm(x)). Something other than an addition was done to the residual on its way, "
+        f"one of these: {', '.join(dict.fromkeys(uses)) or 'nothing was done with x'}. Blocks that norm the sum "
+        "(post-norm), scale it or gate it need HyperConnection by hand. temper.unwrap(model) takes the streams off"
+    )
+
+
+def _config(sites: Any) -> RouterConfig:
+    """The configuration of a block's sites, which all have the same width and number of streams."""
+    config: RouterConfig = next(site for site in sites.modules() if isinstance(site, Site)).config
+    return config
