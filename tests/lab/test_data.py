@@ -595,7 +595,7 @@ def test_resuming_in_other_data_is_refused(make, corpus, tokenizer, tmp_path, wa
     other = open_corpus(write_jsonl(tmp_path / "other.jsonl", texts_of(50)))
     with pytest.raises(ValueError, match="exact: corpus was"):
         Loader(other, tokenizer, **settings).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"exact: order was '.*', is 'windows of 0.002 MB'"):
+    with pytest.raises(ValueError, match=r"exact: order was '.*', is 'in windows of 0.002 MB'"):
         make(in_memory_mb=0, shuffle_mb=0.002).load_state_dict(state)
     for bad in ({}, [], {"place": {"epoch": 0}}, {**state, "made_for": 3}):
         with pytest.raises(ValueError, match="not the state of a loader; expected made_for, and a place of carried"):

@@ -114,11 +114,19 @@ class Loader:
 
     def prepare(self, *, is_shown: bool = True) -> None:
         """Reads what the next batch needs; the first batch does the same, without a progress bar."""
-        if self._stream is not None:
-            return
+        if self._stream is None:
+            self._stream = self.stream(is_shown=is_shown)
+
+    def stream(self, *, is_shown: bool = True) -> Stream:
+        """The rows that batches are made of, from the place of the next batch on."""
         stream = Stream(self._reader, self.context + 1, self._place)
         _prepare(stream, is_shown)
-        self._stream = stream
+        return stream
+
+    @property
+    def order(self) -> str:
+        """How the data is shuffled: "in memory", or "in windows of 128 MB"."""
+        return self._reader.order
 
     @property
     def epoch(self) -> int:

@@ -68,7 +68,7 @@ class Reader:
     @property
     def order(self) -> str:
         """How pieces are shuffled, in words: places in data that is shuffled in different ways are not comparable."""
-        return "in memory" if self.is_in_memory else f"windows of {self.shuffle_bytes / 1e6:g} MB"
+        return "in memory" if self.is_in_memory else f"in windows of {self.shuffle_bytes / 1e6:g} MB"
 
     @cached_property
     def _slices(self) -> list[Slice]:
@@ -104,16 +104,21 @@ class Reader:
 
     def read(self, slices: list[Slice], builder: Builder) -> Iterator[float]:
         """Adds the pieces of some slices to a builder; yields the number of bytes read since the last time."""
+        by_group: dict[int, list[Slice]] = defaultdict(list)
         for entry in slices:
+            by_group[entry.group].append(entry)
+        # Each row group is opened once, however many slices of it there are.
+        for group, members in by_group.items():
+            firsts, count = {entry.first for entry in members}, members[0].count
             texts = [
-                (entry.group, index, document, text)
-                for index, (document, text) in enumerate(self.corpus.documents(self.split, entry.group))
-                if index % entry.count == entry.first
+                (group, index, document, text)
+                for index, (document, text) in enumerate(self.corpus.documents(self.split, group))
+                if index % count in firsts
             ]
-            total = sum(len(text) for *_, text in texts)
+            bytes_per_char = sum(entry.num_bytes for entry in members) / max(sum(len(text) for *_, text in texts), 1)
             for batch in _batched(texts):
                 self._encode(batch, builder)
-                yield entry.num_bytes * sum(len(text) for *_, text in batch) / total
+                yield bytes_per_char * sum(len(text) for *_, text in batch)
 
     def _encode(self, texts: list[tuple[int, int, int, str]], builder: Builder) -> None:
         for (*key, _), ids in zip(texts, self.tokenizer.encode_batch([text for *_, text in texts]), strict=True):

@@ -132,7 +132,9 @@ class Stream:
         place, reader = self._place, self._reader
         share = reader.share(pieces)
         seed = (reader.seed, place.epoch, place.window, reader.rank)
-        drain = place.window + 1 == reader.num_windows
+        # Whole documents stay in the buffer from one window to the next, as the public recipe has it; pieces cut to fit
+        # are packed completely, so that the ends of documents come no later than the rest.
+        drain = reader.max_ids is not None or place.window + 1 == reader.num_windows
         self._window = Window(pieces, share, carried, self._length, seed, drain=drain)
         self._num_empty = 0 if len(share) else self._num_empty + 1
         if self._num_empty > reader.num_windows:
