@@ -20,6 +20,7 @@ import re
 import reprlib
 import shutil
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -376,7 +377,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, or a FileError that says what is wrong with it."""
     _check_file(path)
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with _named_in_utf8(path) as name, safe_open(name, framework="pt", device="cpu") as file:
             # Copies, so that the file may be replaced or removed while they live.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
@@ -385,6 +386,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     # A dtype that torch does not have is a KeyError or an AttributeError, a lie about sizes a RuntimeError.
     except (SafetensorError, OSError, KeyError, TypeError, AttributeError, RuntimeError, FileError) as error:
         raise FileError(f"{path} is not a complete safetensors file: {_line(error)}") from error
+
+
+@contextmanager
+def _named_in_utf8(path: Path) -> Iterator[Path]:
+    """The path, or a link to it: safetensors reads no other names, though it writes them."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "link").symlink_to(path.absolute())
+            yield Path(folder) / "link"
+    else:
+        yield path
 
 
 def write_json(path: Path, value: Any) -> None:

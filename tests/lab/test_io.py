@@ -196,6 +196,14 @@ def test_the_same_tensors_are_the_same_bytes(tmp_path):
         assert io.read_tensors(tmp_path / f"{index}-0").keys() == tensors.keys()
 
 
+def test_a_name_that_is_not_utf8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    write(folder, 3)
+    assert look(folder) == {3.0}
+    checkpoint.save(folder / "run", 1, model=MODEL, optimizer={}, state={})
+    assert checkpoint.latest(folder / "run")[0].model().keys() == MODEL.keys()
+
+
 def _read_forever(folder, stop, results):
     torch.set_num_threads(1)
     count = failed = 0
