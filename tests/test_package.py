@@ -120,7 +120,7 @@ def test_operations_and_generators_know_nothing_of_what_is_above_them():
         # Generators and mixers say how the native kernels know them.
         "generators": {"decompose", "generators", "ops", "registry"},
         "mixers": {"mixers", "ops", "registry"},
-        # A mixer is run by the operations, and is asked by them for what it can do; `naive` computes every kind of gates.
+        # A mixer is run by the operations, and is asked by them for what it can do; `naive` has every kind of gates.
         "ops": {"gates", "mixers", "ops", "precision", "registry", "routing"},
     }
     for package, allowed in layers.items():
