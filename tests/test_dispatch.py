@@ -46,9 +46,9 @@ def test_the_list_of_backends_says_what_falls_back():
 
 
 @fast
-@pytest.mark.parametrize("preset", ["temper-cp", "mhc", "kromhc"])
-def test_a_compiled_site_is_the_site(backend, preset):
-    module = site(preset)
+@pytest.mark.parametrize(("preset", "options"), [("temper-cp", {"iters": 3}), ("mhc", {"iters": 2}), ("kromhc", {})])
+def test_a_compiled_site_is_the_site(backend, preset, options):
+    module = site(preset, **options)
     with temper.backend(backend):
         torch.compiler.reset()
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -57,6 +57,26 @@ def test_a_compiled_site_is_the_site(backend, preset):
             out = compiled(streams)
             got = (out, *torch.autograd.grad(out.sin().sum(), [streams, *module.parameters()]))
             assert_close(got, run(module, streams))
+
+
+@fast
+@pytest.mark.parametrize("preset", [preset for preset in temper.PRESETS if preset != "residual"])
+def test_every_preset_compiles_for_inference(backend, preset):
+    """Where nothing needs a gradient: no autograd function, and nothing for Dynamo to stumble over."""
+    module, streams = site(preset), streams_of(2, 5).detach()
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with temper.use_backend(backend):
+        with torch.inference_mode() if backend == "cpu" else torch.no_grad():
+            assert_close([compiled(streams)], [module(streams)])
+
+
+@fast
+def test_a_frozen_site_compiles_with_autograd_on(backend):
+    module, streams = site("kromhc").requires_grad_(False), streams_of(2, 5).detach()
+    torch.compiler.reset()
+    with temper.use_backend(backend):
+        assert_close([torch.compile(module, fullgraph=True, backend="eager")(streams)], [module(streams)])
 
 
 @fast

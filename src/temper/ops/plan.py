@@ -37,8 +37,10 @@ class FoldedWeights(NamedTuple):
     scale: Tensor | None = None
 
 
-class RawWeights(tuple[Tensor, ...]):
+class RawWeights(NamedTuple):
     """The parameters of a site as they are stored: the gain, then generator, gate and bias of pre, res and post."""
+
+    tensors: tuple[Tensor, ...]
 
 
 # The generators that fold kernels know, in the order of their codes.
