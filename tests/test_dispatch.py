@@ -66,9 +66,8 @@ def test_every_preset_compiles_for_inference(backend, preset):
     module, streams = site(preset), streams_of(2, 5).detach()
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    with temper.use_backend(backend):
-        with torch.inference_mode() if backend == "cpu" else torch.no_grad():
-            assert_close([compiled(streams)], [module(streams)])
+    with temper.use_backend(backend), torch.inference_mode() if backend == "cpu" else torch.no_grad():
+        assert_close([compiled(streams)], [module(streams)])
 
 
 @fast

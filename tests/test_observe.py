@@ -58,6 +58,8 @@ def test_the_numbers_by_hand(name):
         product = res @ product
         assert report.tokens == 10
         assert report.row_error == pytest.approx((res.sum(-1) - 1).abs().max().item(), abs=1e-12)
+        off_diagonal = sum(res[..., m, n].abs().mean().item() for m in range(4) for n in range(4) if m != n) / 4
+        assert report.off_diagonal == pytest.approx(off_diagonal)
         assert report.column_error == pytest.approx((res.sum(-2) - 1).abs().max().item(), abs=1e-12)
         inf_norm, one_norm = (torch.linalg.matrix_norm(res, ord=o).mean().item() for o in (torch.inf, 1))
         assert (report.forward_gain, report.backward_gain) == pytest.approx((inf_norm, one_norm))
@@ -112,6 +114,8 @@ def test_routing_that_does_not_vary_has_rank_zero():
 def test_a_residual_network_can_be_watched_too():
     (report, *_) = observed(Stack("residual"), torch.randn(2, 5, 6)).reports()
     assert (report.row_error, report.forward_gain, report.stream_similarity) == (0.0, 1.0, 1.0)
+    (report, *_) = observed(Stack("mhc-identity"), torch.randn(2, 5, 6)).reports()
+    assert (report.row_error, report.off_diagonal, report.composite_forward_gain) == (0.0, 0.0, 1.0)
 
 
 def test_nothing_is_left_behind_and_nothing_changes():

@@ -28,6 +28,8 @@ class SiteReport:
         name: the site's name in the model.
         tokens: how many were seen.
         row_error, column_error: the largest distance of a row or column sum of `res` from 1.
+        off_diagonal: what a stream takes from the others: the absolute off-diagonal entries of a row of `res`, summed
+            over the row and averaged over rows and tokens; 0 where streams are not mixed.
         forward_gain: the largest absolute row sum of `res`: how much mixing can amplify a signal.
         backward_gain: the largest absolute column sum: the same for a gradient.
         composite_forward_gain, composite_backward_gain: of the product of all `res` from the first site to
@@ -42,6 +44,7 @@ class SiteReport:
     tokens: int
     row_error: float
     column_error: float
+    off_diagonal: float
     forward_gain: float
     backward_gain: float
     composite_forward_gain: float | None
@@ -147,12 +150,23 @@ class Observation:
         return [asdict(report) for report in self.reports()]
 
     def __str__(self) -> str:
-        head = ("site", "row err", "col err", "fwd gain", "bwd gain", "composite", "similarity", "saturated", "rank")
+        head = (
+            "site",
+            "row err",
+            "col err",
+            "off diag",
+            "fwd gain",
+            "bwd gain",
+            "composite",
+            "similarity",
+            "saturated",
+            "rank",
+        )
         rows = [head]
         for r in self.reports():
             composite = (r.composite_forward_gain, r.composite_backward_gain)
             both = "-" if None in composite else "{:.3f}/{:.3f}".format(*composite)
-            errors = (f"{r.row_error:.1e}", f"{r.column_error:.1e}")
+            errors = (f"{r.row_error:.1e}", f"{r.column_error:.1e}", f"{r.off_diagonal:.1e}")
             gains = (f"{r.forward_gain:.3f}", f"{r.backward_gain:.3f}", both)
             saturated = f"{r.pre_saturation:.0%}/{r.post_saturation:.0%}"
             similarity, rank = f"{r.stream_similarity:.3f}", f"{r.effective_rank:.2f}"
@@ -173,7 +187,7 @@ class _Tally:
         self.tokens = 0
         self.composite_tokens = 0
         self.errors = torch.zeros(2, dtype=torch.float64)
-        self.sums = torch.zeros(5, dtype=torch.float64)
+        self.sums = torch.zeros(6, dtype=torch.float64)
         self.composite = torch.zeros(2, dtype=torch.float64)
         self.moments: tuple[Tensor, Tensor] | None = None
 
@@ -183,7 +197,8 @@ class _Tally:
         errors = torch.stack([(res.sum(axis) - 1).abs().max() for axis in (-1, -2)])
         self.errors = torch.maximum(self.errors, errors.cpu())
         forward, backward = _gains(res)
-        sums = [forward, backward, _similarity(streams), _saturation(pre, 1.0), _saturation(post, 2.0)]
+        sums = [_off_diagonal(res), forward, backward]
+        sums += [_similarity(streams), _saturation(pre, 1.0), _saturation(post, 2.0)]
         self.sums += torch.stack([value.mean() for value in sums]).cpu() * tokens
         self.tokens += tokens
         if product is not None:
@@ -196,7 +211,7 @@ class _Tally:
         self.moments = (first, second)
 
     def report(self, name: str) -> SiteReport:
-        forward, backward, similarity, pre, post = (self.sums / self.tokens).tolist()
+        off_diagonal, forward, backward, similarity, pre, post = (self.sums / self.tokens).tolist()
         row, column = self.errors.tolist()
         composite: list[float | None] = [None, None]
         if self.composite_tokens:
@@ -206,6 +221,7 @@ class _Tally:
             tokens=self.tokens,
             row_error=row,
             column_error=column,
+            off_diagonal=off_diagonal,
             forward_gain=forward,
             backward_gain=backward,
             composite_forward_gain=composite[0],
@@ -246,6 +262,13 @@ def _token_report(name: str, streams: Tensor, routing: Routing, product: Tensor 
         composite_backward_gain=composite[1],
         stream_similarity=_similarity(streams),
     )
+
+
+def _off_diagonal(res: Tensor) -> Tensor:
+    """Absolute off-diagonal entries of a row, summed over the row and averaged over rows: (..., N, N) -> (...)."""
+    size = res.abs()
+    # Not the difference of two sums, which would leave the rounding of the diagonal.
+    return size.masked_fill(torch.eye(res.shape[-1], dtype=torch.bool, device=res.device), 0).sum(-1).mean(-1)
 
 
 def _gains(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from temper import observe
 from temper_lab import checkpoint, engine, plan
 from temper_lab import run as runs
 from temper_lab.data import Corpus, Loader, validation_batches
@@ -27,6 +30,9 @@ from temper_lab.progress import Bar, duration, peak_memory, size
 from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
 from temper_lab.tokenizer import FILE_NAME, Tokenizer
+
+# So many validation tokens, in whole rows, show how streams are mixed: a few percent of a validation.
+MIXING_TOKENS = 256
 
 
 class Trainer:
@@ -207,7 +213,29 @@ class Trainer:
             self.best_bpb = result.bpb
             if self.recipe.train.keep_best:
                 self.save_model(self.folder.path / "best")
-        return {"val_bpb": result.bpb, "val_loss": result.loss}
+        return {"val_bpb": result.bpb, "val_loss": result.loss, **self._mixing()}
+
+    @torch.no_grad()
+    def _mixing(self) -> dict[str, float]:
+        """How much streams are mixed and how alike they are, on some validation tokens; empty for a single stream."""
+        model = self.spread.plain
+        if model.num_streams == 1:
+            return {}
+        # Sharded models exchange weights in every pass, so every process does this, on the same rows.
+        rows = slice(max(1, MIXING_TOKENS // self.config.context))
+        ids, targets = (part[rows].to(self.world.device) for part in self.val_batches[0])
+        # Compiled code would be compiled again for the observers.
+        eager = torch.compiler.set_stance("force_eager") if self.recipe.train.compile else nullcontext()
+        with eager, self.autocast(), observe(model) as observation:
+            model(ids, targets_BT=targets, reduction="none")
+        sites = observation.reports()
+        composite = sites[-1].composite_forward_gain
+        assert composite is not None
+        return {
+            "res_off_diagonal": statistics.fmean(site.off_diagonal for site in sites),
+            "composite_gain": composite,
+            "stream_similarity": statistics.fmean(site.stream_similarity for site in sites),
+        }
 
     def _log(self, line: dict[str, Any], seconds: float) -> None:
         if not self.world.is_first:

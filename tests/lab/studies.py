@@ -31,6 +31,16 @@ def run_entry(
     loss = [2.1 * bpb + 3 * 0.96**step + rng.gauss(0, 0.05) for step in steps]
     val_steps = list(range(VAL_EVERY, STEPS + 1, VAL_EVERY)) if is_finished else []
     val = [bpb + 0.9 * (1 - step / STEPS) ** 2 + rng.gauss(0, 0.002) for step in val_steps[:-1]] + [bpb] * is_finished
+    routing = {}
+    if is_finished and streams > 1:
+        # A mixer that is the identity stays it; the others leave it, each at a pace of its own.
+        pace = 0 if method == "mhc-identity" else rng.uniform(0.9, 1.1) * (1 + len(method) / 40)
+        routing["routing"] = {
+            "step": val_steps,
+            "res_off_diagonal": [1e-3 * pace * (1 + (step / 20) ** 2) for step in val_steps],
+            "composite_gain": [1.0 + rng.gauss(0, 1e-7) for _ in val_steps],
+            "stream_similarity": [1 - 0.004 * step * rng.uniform(0.95, 1.05) for step in val_steps],
+        }
     final = {"train_loss": sum(loss[-12:]) / 12, "val_loss": 2.3 * bpb, "bpb": bpb} if is_finished else None
     return {
         "key": f"{label}-n{streams}-s{seed}{suffix(tuple(vary.items()))}",
@@ -51,6 +61,7 @@ def run_entry(
         "train": {"step": steps, "loss": loss},
         "val": {"step": val_steps, "bpb": val, "loss": [2.3 * value for value in val]},
         "final": final,
+        **routing,
         "core": None
         if core is None
         else {"CORE": core, "tasks": {"copa": core + 0.1, "piqa": {"centered": core - 0.1}}},

@@ -13,7 +13,7 @@ from studies import EFFECTS, SITES, WIDTH, full_study, results, run_entry
 
 import temper
 from temper_lab.cli import main
-from temper_lab.report import Study, Tab, draw, interactive, page, styles, write_report
+from temper_lab.report import Study, Tab, draw, figures, interactive, page, styles, write_report
 from temper_lab.report.compute import compute
 from temper_lab.report.counts import paper
 from temper_lab.report.formats import latex
@@ -173,14 +173,8 @@ def test_latex_is_balanced_and_escaped(written):
 
 def test_figures_are_there_as_png_and_svg(written):
     names = {"curves", "gaps", "loss", "pareto-bpb", "pareto-core", "parameters", "cost", "sweep-streams"}
-    names |= {
-        "forest-residual",
-        "forest-mhc",
-        "sweep-temper-cp-rank-n4",
-        "sweep-streams-gap",
-        "claims",
-        "claims-trends",
-    }
+    names |= {"mixing-n4", "mixing-n8", "forest-residual", "forest-mhc", "sweep-temper-cp-rank-n4"}
+    names |= {"sweep-streams-gap", "claims", "claims-trends"}
     assert set(written[1].content.charts) == names
     for suffix, beginning in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         files = {path.stem: path for path in (written[0] / "figures").glob(f"*{suffix}")}
@@ -363,6 +357,26 @@ def test_results_of_before_there_were_axes(raw):
         old["runs"][0]["vary"] = vary
         with pytest.raises(ValueError, match="vary is"):
             Study.of(old)
+
+
+def test_mixing_over_training():
+    runs = [run_entry(method, 4, seed) for method in ("residual", "mhc", "mhc-identity") for seed in (0, 1)]
+    (chart,) = figures.mixing(Study.of(results(runs)))
+    assert chart.name == "mixing-n4"
+    mass, gain, likeness = chart.panels
+    # Residual has no streams to mix, and what is not mixed has no logarithm.
+    assert [mark.name for mark in mass.marks] == ["mhc"]
+    assert [mark.name for mark in gain.marks] == [mark.name for mark in likeness.marks] == ["mhc", "mhc-identity"]
+    columns = list(zip(*(run["routing"]["res_off_diagonal"] for run in runs[2:4]), strict=True))
+    mark = mass.marks[0]
+    assert (mark.x, mass.y.is_log) == (tuple(range(15, 121, 15)), True)
+    assert mark.y == pytest.approx([standard.fmean(column) for column in columns])
+    assert (mark.low, mark.high) == (tuple(map(min, columns)), tuple(map(max, columns)))
+    # Rounding is not drawn as if it were a finding.
+    assert gain.y.limits == pytest.approx((0.975, 1.025), abs=1e-5)
+    for run in runs:
+        run.pop("routing", None)
+    assert figures.mixing(Study.of(results(runs))) == []
 
 
 def test_statements_are_computed(written):

@@ -22,7 +22,10 @@ from temper_lab import io as files
 from temper_lab.cli import main
 from temper_lab.load import load
 from temper_lab.progress import Bar
+from temper_lab.recipe import Recipe
 from temper_lab.run import RunFolder
+
+MIXING = ("res_off_diagonal", "composite_gain", "stream_similarity")
 
 
 def command(recipe: Path, out: Path, *options: str) -> list[str]:
@@ -91,6 +94,40 @@ def test_the_loss_falls_for_every_preset(preset, tiny, tmp_path):
     assert main(command(tiny, tmp_path / "run", "--model.preset", preset, "--train.save-every", "0")) == 0
     found = losses(tmp_path / "run")
     assert found[-1] < found[0] - 0.5
+    validated = [line for line in metrics.read(tmp_path / "run" / "metrics.jsonl") if "val_bpb" in line]
+    if preset == "residual":
+        assert not any(name in line for line in validated for name in MIXING)
+        return
+    for line in validated:
+        assert (line["res_off_diagonal"] == 0) == (preset == "mhc-identity")
+        assert 0 <= line["res_off_diagonal"] < 1
+        # HC alone may amplify.
+        assert line["composite_gain"] == pytest.approx(1, abs=0.5 if preset == "hc" else 1e-5)
+        assert 0 < line["stream_similarity"] <= 1
+
+
+def test_mixing_is_what_observe_says_and_changes_no_other_number(tiny, tmp_path, unbroken, monkeypatch):
+    from temper_lab.data import open_corpus, validation_batches
+    from temper_lab.trainer import Trainer
+
+    model, tokenizer = load(unbroken)
+    recipe = Recipe.from_dict(RunFolder(unbroken).read()["recipe"])
+    corpus = open_corpus(recipe.data.corpus, val_fraction=recipe.data.val_fraction)
+    batch, _ = validation_batches(corpus, tokenizer, recipe.train.rows, recipe.model.context, 1)[0]
+    with torch.no_grad(), temper.observe(model) as observation:
+        model(batch)
+    sites = observation.reports()
+    lines = metrics.read(unbroken / "metrics.jsonl")
+    expected = [
+        sum(site.off_diagonal for site in sites) / len(sites),
+        sites[-1].composite_forward_gain,
+        sum(site.stream_similarity for site in sites) / len(sites),
+    ]
+    assert [lines[-1][name] for name in MIXING] == pytest.approx(expected, rel=1e-6)
+    monkeypatch.setattr(Trainer, "_mixing", lambda self: {})
+    assert main(command(tiny, tmp_path / "run")) == 0
+    plain = [{key: value for key, value in line.items() if key not in MIXING} for line in lines]
+    assert metrics.read(tmp_path / "run" / "metrics.jsonl") == plain
 
 
 def test_killed_at_a_random_step_and_resumed_it_is_the_unbroken_run(tiny, tmp_path, unbroken, capsys):

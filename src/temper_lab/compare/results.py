@@ -19,6 +19,8 @@ FORMAT = "temper-results-1"
 FILE_NAME = "results.json"
 # The part of the steps, at the end, whose training losses are averaged.
 END = 0.1
+# What metrics.jsonl says of mixing, at every validation of a model with several streams.
+ROUTING = ("res_off_diagonal", "composite_gain", "stream_similarity")
 # Statuses that a reader has to know; a run in progress is waiting for its end.
 STATUSES = ("finished", "failed", "skipped", "interrupted", "killed", "waiting")
 
@@ -112,7 +114,16 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "loss": [row["val_loss"] for row in validated],
         },
         "final": final,
+        **_routing(validated),
     }
+
+
+def _routing(validated: list[dict[str, Any]]) -> dict[str, Any]:
+    """Nothing for a single stream, or for runs from before this was measured."""
+    rows = [row for row in validated if all(name in row for name in ROUTING)]
+    if not rows:
+        return {}
+    return {"routing": {name: [row[name] for row in rows] for name in ("step", *ROUTING)}}
 
 
 def _timing(rows: list[dict[str, Any]], batch_tokens: int) -> dict[str, float] | None:

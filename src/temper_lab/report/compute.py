@@ -59,6 +59,7 @@ def compute(results: Mapping[str, Any]) -> Content:
         figures.curves(study),
         figures.gaps(study),
         figures.losses(study),
+        *figures.mixing(study),
         figures.pareto(study, main),
         figures.pareto(study, main, "core"),
         sweeps.parameters(study),

@@ -14,7 +14,13 @@ from temper_lab.report.styles import PLAIN, Style, styles
 
 STEP = Axis("step")
 # Charts of the runs with one setting; sweeps show the others.
-ONE_SETTING = ("curves", "gaps", "loss", "pareto-", "parameters", "forest-")
+ONE_SETTING = ("curves", "gaps", "loss", "mixing-", "pareto-", "parameters", "forest-")
+# By the name in results.json: the title of its panel, the axis, and the least that the axis has to span.
+MIXING = {
+    "res_off_diagonal": ("Off-diagonal mass of res", "sum over a row", 0.0),
+    "composite_gain": ("Composite gain", "largest row sum", 0.05),
+    "stream_similarity": ("Stream similarity", "mean cosine of two streams", 0.05),
+}
 
 
 def curves(study: Study) -> Chart | None:
@@ -57,6 +63,46 @@ def gaps(study: Study) -> Chart | None:
     smoothed = f"Smoothed over {window} validations, narrowing towards both ends. " if window > 1 else ""
     caption = f"{' '.join(notes)} Paired by seed; above 0 is worse. {smoothed}"
     return Chart("gaps", "Gaps in validation bpb", tuple(panels), caption.strip())
+
+
+def mixing(study: Study) -> list[Chart]:
+    """For each N, how much streams are mixed and how alike they are, against the step."""
+    charts = []
+    for n in study.streams:
+        panels = [_mixing_panel(study, n, name) for name in MIXING]
+        if any(panel.marks for panel in panels):
+            caption = (
+                "Measured at every validation on the same tokens; mean over seeds, the band reaches from the lowest "
+                "seed to the highest. Off-diagonal mass: how much a stream takes from the others, mean over sites; "
+                "exactly 0, and so not on a logarithmic axis, where res is the identity. Composite gain: of the "
+                "product of res over all sites; 1 where rows sum to 1, more where mixing amplifies. Stream "
+                "similarity: mean over sites; 1 where all streams are copies."
+            )
+            shown = tuple(panel for panel in panels if panel.marks)
+            charts.append(Chart(f"mixing-n{n}", f"Mixing during training, N = {n}", shown, caption))
+    return charts
+
+
+def _mixing_panel(study: Study, streams: int, name: str) -> Panel:
+    title, label, least = MIXING[name]
+    looks, marks, is_log = styles(study.preset_of), [], name == "res_off_diagonal"
+    for method in study.labels_at(streams):
+        curves = [run.routing.get(name, ()) for run in study.measured(method, streams).values()]
+        # Zero has no logarithm.
+        curves = [tuple(point for point in curve if point[1] > 0 or not is_log) for curve in curves]
+        series = average(curves)
+        if series is not None:
+            at = [[dict(curve)[step] for curve in curves] for step in series.steps]
+            low, high = (tuple(map(end, at)) if len(curves) > 1 else () for end in (min, max))
+            marks.append(replace(_line(method, looks[method], series), low=low, high=high))
+    values = [value for mark in marks for value in (*mark.y, *mark.low, *mark.high)]
+    limits = None
+    if values and max(values) - min(values) < least:
+        middle = (max(values) + min(values)) / 2
+        limits = (middle - least / 2, middle + least / 2)
+    # One method without bounds must not leave all others at the bottom.
+    is_log = is_log or bool(values and min(values) > 0 and max(values) / min(values) > 20)
+    return Panel(title, STEP, Axis(label, is_log, digits=5, limits=limits), tuple(marks))
 
 
 def pareto(study: Study, main: Table, metric: str = "bpb") -> Chart | None:

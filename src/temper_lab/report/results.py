@@ -21,6 +21,7 @@ LARGEST, LARGEST_COUNT = 1e100, 1 << 63
 # What else is in a results.json, as far as the report uses it.
 SHAPES = {"cost": Mapping, "versions": Mapping, "machine": Mapping, "recipe": Mapping}
 SHAPES |= {"methods": list, "streams": list, "seeds": list}
+ROUTING = ("res_off_diagonal", "composite_gain", "stream_similarity")
 
 Curve = tuple[tuple[int, float], ...]
 
@@ -45,6 +46,8 @@ class Run:
     steps: int | None
     train: Curve
     val: Curve
+    # By the name that metrics.jsonl has for it; empty curves for runs that do not have it.
+    routing: Mapping[str, Curve]
     train_loss: float | None
     val_loss: float | None
     bpb: float | None
@@ -82,6 +85,7 @@ class Run:
             **{name: _count(entry.get(name)) for name in ("step", "steps")},
             train=_curve(_mapping(entry, "train"), "loss"),
             val=_curve(_mapping(entry, "val"), "bpb"),
+            routing={name: _curve(_mapping(entry, "routing"), name) for name in ROUTING if "routing" in entry},
             **{name: number(final.get(name)) for name in ("train_loss", "val_loss", "bpb")},
             core=number(core.get("CORE")),
             core_tasks=_tasks(_mapping(core, "tasks")),

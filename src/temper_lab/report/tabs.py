@@ -34,7 +34,8 @@ def overview(content: Content) -> Tab:
 
 
 def curves(content: Content) -> Tab:
-    return _tab(content, "curves", "Curves", _charts(content, ["curves", "gaps", "loss"]), _nothing("curve"))
+    mixing = [name for name in content.charts if name.startswith("mixing-")]
+    return _tab(content, "curves", "Curves", _charts(content, ["curves", "gaps", "loss", *mixing]), _nothing("curve"))
 
 
 def sweeps(content: Content) -> Tab | None:

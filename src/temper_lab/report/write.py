@@ -15,7 +15,7 @@ from temper_lab.report.formats import as_csv, as_latex, as_markdown
 from temper_lab.report.page import Tab, page
 
 # Charts that not every study has: those of an earlier report are removed.
-SOMETIMES = ("curves", "gaps", "loss", "pareto-*", "parameters", "sweep-*", "cost", "forest-*", "claims*")
+SOMETIMES = ("curves", "gaps", "loss", "mixing-*", "pareto-*", "parameters", "sweep-*", "cost", "forest-*", "claims*")
 
 
 @dataclass(frozen=True)
