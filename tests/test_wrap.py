@@ -1,6 +1,7 @@
 """Hyper-connections on models that know nothing of them."""
 
 import copy
+import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -226,7 +227,10 @@ def test_blocks_that_cannot_be_wrapped_say_why(step, options, message):
         (lambda block, x: x - block.linear(x), "it loses its residual in `sub`"),
         (lambda block, x: nn.functional.dropout(x, 0.5, block.training) + block.linear(x), "residual in `dropout`"),
         (lambda block, x: torch.add(block.linear(x), x, alpha=0.5), "it loses its residual in `add`"),
-        (lambda block, x: nn.functional.layer_norm(x + block.linear(x), (16,)), r"\(add, layer_norm\) after all .* as post-norm"),
+        (
+            lambda block, x: nn.functional.layer_norm(x + block.linear(x), (16,)),
+            r"\(add, layer_norm\) after all .* as post-norm",
+        ),
         (lambda block, x: torch.zeros(3, 16), "does not come from its residual at all"),
         (lambda block, x: (x + block.linear(x)).add_(1), "changes its residual in place"),
         (lambda block, x: [x + block.linear(x), x][1], "1 of its 1 sites were not written"),
@@ -302,12 +306,23 @@ def test_unwrapping_takes_everything_off():
 
 @pytest.mark.once
 def test_hooks_see_plain_tensors():
-    model, x = temper.wrap(encoder(), "layers.*", preset="temper-cp", num_streams=4), torch.randn(2, 7, 16)
-    seen = []
-    for layer in model.layers:
-        layer.register_forward_hook(lambda layer, args, output: seen.append(output))
+    model, x, seen = encoder(), torch.randn(2, 7, 16), []
+
+    def register():
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda layer, args: seen.append(tuple(args[0].shape)))
+            layer.register_forward_hook(lambda layer, args, output: seen.append((type(args[0]), tuple(output.shape))))
+
+    # Whoever comes first.
+    register()
+    temper.wrap(model, "layers.*", preset="temper-cp", num_streams=4)
+    register()
     model(x)
-    assert [tuple(output.shape) for output in seen] == [(2, 7, 4, 16), (2, 7, 4, 16), (2, 7, 16)]
+    shapes = [(2, 7, 16), (2, 7, 4, 16), (2, 7, 4, 16), (2, 7, 16)]
+    expected = []
+    for before, after in itertools.pairwise(shapes):
+        expected += [before, before, (torch.Tensor, after), (torch.Tensor, after)]
+    assert seen == expected
 
 
 @pytest.mark.once
