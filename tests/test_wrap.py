@@ -1,6 +1,7 @@
 """Hyper-connections on models that know nothing of them."""
 
 import copy
+import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -305,12 +306,23 @@ def test_unwrapping_takes_everything_off():
 
 @pytest.mark.once
 def test_hooks_see_plain_tensors():
-    model, x = temper.wrap(encoder(), "layers.*", preset="temper-cp", num_streams=4), torch.randn(2, 7, 16)
-    seen = []
-    for layer in model.layers:
-        layer.register_forward_hook(lambda layer, args, output: seen.append(output))
+    model, x, seen = encoder(), torch.randn(2, 7, 16), []
+
+    def register():
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda layer, args: seen.append(tuple(args[0].shape)))
+            layer.register_forward_hook(lambda layer, args, output: seen.append((type(args[0]), tuple(output.shape))))
+
+    # Whoever comes first.
+    register()
+    temper.wrap(model, "layers.*", preset="temper-cp", num_streams=4)
+    register()
     model(x)
-    assert [tuple(output.shape) for output in seen] == [(2, 7, 4, 16), (2, 7, 4, 16), (2, 7, 16)]
+    shapes = [(2, 7, 16), (2, 7, 4, 16), (2, 7, 4, 16), (2, 7, 16)]
+    expected = []
+    for before, after in itertools.pairwise(shapes):
+        expected += [before, before, (torch.Tensor, after), (torch.Tensor, after)]
+    assert seen == expected
 
 
 @pytest.mark.once

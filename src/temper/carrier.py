@@ -1,4 +1,4 @@
-"""Inside a wrapped block: x is a carrier of streams, from the hook before the block to the hook after it.
+"""Inside a wrapped block: x is a carrier of streams from the one end of the block to the other.
 
 A pre-norm block says `x = x + branch(norm(x))`. Adding to a carrier writes to the streams; anything else that is done
 with it is done to what the next site reads. A carrier lives inside one block only. Blocks hand plain tensors
@@ -7,7 +7,9 @@ with it is done to what the next site reads. A carrier lives inside one block on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -297,30 +299,38 @@ def _plain(value: Any) -> Any:
     return value._read if isinstance(value, Carrier) else value
 
 
-class Enter:
-    """Turns what a block is given into a carrier with the block's own sites.
+@dataclass
+class Place:
+    """Where a wrapped block stands, and what happens at its two ends.
 
     Args:
+        name: of the block.
+        count: of its sites.
         first: whether this block is given x itself, and not the streams of the block before it.
+        reduce: how the last block makes x of the streams; None for any other.
         any_layout: whether x may have more dimensions than batch, tokens and features.
         argument: the name of x where blocks are called with names only.
     """
 
-    def __init__(self, name: str, count: int, *, first: bool, any_layout: bool, argument: str | None) -> None:
-        self.name, self.count, self.first, self.any_layout, self.argument = name, count, first, any_layout, argument
+    name: str
+    count: int
+    first: bool
+    reduce: str | None
+    any_layout: bool
+    argument: str | None
 
-    def __call__(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(
+        self, sites: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[str]]:
+        """What the block is called with, x a carrier; and where the uses of x will be written down."""
         # Most blocks take x first; some are called with names only.
         key = None if args else self.argument if self.argument in kwargs else next(iter(kwargs), None)
         x = args[0] if args else kwargs.get(key) if key is not None else None
-        sites = getattr(block, SITES)
         if _trial is not None:
             _trial.enter(self.name, x)
-        streams = self._streams(x, _config(sites))
-        carrier = Carrier(streams, sites, self.name, 0, self.count, [])
-        return ((carrier, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: carrier})
+        uses: list[str] = []
+        carrier = Carrier(self._streams(x, _config(sites)), sites, self.name, 0, self.count, uses)
+        return ((carrier, *args[1:]), kwargs, uses) if key is None else (args, {**kwargs, key: carrier}, uses)
 
     def _streams(self, x: Any, config: RouterConfig) -> Tensor:
         num_streams, dim = config.num_streams, config.dim
@@ -348,19 +358,12 @@ class Enter:
             )
         return x.unsqueeze(-2) if num_streams == 1 else expand_streams(x, num_streams) if self.first else x
 
-
-class Leave:
-    """Checks that every site of a block was used once, and hands the streams on; reduces them after the last block."""
-
-    def __init__(self, name: str, count: int, reduce: str | None) -> None:
-        self.name, self.count, self.reduce = name, count, reduce
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def leave(self, output: Any, uses: list[str]) -> Any:
+        """What the block returns: its streams in the place of the carrier, or x again after the last block."""
         in_tuple = isinstance(output, tuple | list) and len(output) > 0
         carrier = output[0] if in_tuple else output
         if not isinstance(carrier, Carrier):
-            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Carrier)), None)
-            reason = _trial.lost(carrier) if _trial is not None else _lost([] if x is None else x._uses)
+            reason = _lost(uses) if _trial is None else _trial.lost(carrier)
             raise WrapError(f"{self.name} does not end as a pre-norm block does: {reason}")
         if carrier._left:
             raise WrapError(
@@ -378,6 +381,43 @@ class Leave:
             return handed
         rest = [handed, *output[1:]]
         return type(output)(*rest) if hasattr(output, "_fields") else type(output)(rest)
+
+
+class Block:
+    """What a wrapped block has beside its own class: its forward pass is between the two ends of its place.
+
+    A class and not a pair of hooks: so everybody's hooks, registered before or after, see plain tensors.
+    """
+
+    plain: type[Any]
+    temper_place: Place
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made where it is needed, so that no module has it by name.
+        return _new_block, (type(self).plain,), self.__dict__
+
+
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def block_class(plain: type[Any]) -> Any:
+    """The class of a wrapped block; it has the name of the block's own, by which others know it."""
+    if plain not in _classes:
+
+        @functools.wraps(plain.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            place = self.temper_place
+            args, kwargs, uses = place.enter(getattr(self, SITES), args, kwargs)
+            return place.leave(plain.forward(self, *args, **kwargs), uses)
+
+        namespace = {"plain": plain, "forward": forward, "__module__": plain.__module__, "__doc__": plain.__doc__}
+        _classes[plain] = type(plain.__name__, (Block, plain), namespace | {"__qualname__": plain.__qualname__})
+    return _classes[plain]
+
+
+def _new_block(plain: type[Any]) -> Any:
+    cls = block_class(plain)
+    return cls.__new__(cls)
 
 
 def _lost(uses: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Hyper-connections on somebody's own transformer, without touching its code.
 
-Hooks around every block make its x a carrier of streams (`temper.carrier`) and hand plain tensors on to the next block.
+Inside a wrapped block x is a carrier of streams (`temper.carrier`); between blocks there are plain tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from temper import pretrained
-from temper.carrier import REDUCTIONS, SITES, Enter, Leave, Site, Sites, set_trial
+from temper.carrier import REDUCTIONS, SITES, Block, Place, Site, Sites, block_class, set_trial
 from temper.config import RouterConfig
 from temper.presets import preset as make_preset
 from temper.recompute import recompute as make_recompute
@@ -103,6 +103,8 @@ def wrap(
     for name, block in blocks.items():
         if hasattr(block, SITES):
             raise ValueError(f"{name} is wrapped already; temper.unwrap(model) takes its streams off")
+        if "forward" in vars(block):
+            raise ValueError(f"the forward of {name} was replaced (by accelerate's hooks?): wrap the model before that")
         if any(hasattr(parameter, "placements") for parameter in block.parameters()):
             raise ValueError(f"{name} is sharded already: wrap the model first, then shard it")
     width = _width(module, blocks) if dim is None else dim
@@ -128,17 +130,14 @@ def unwrap(module: Model) -> Model:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"unwrap wants a module, got {type(module).__name__}")
-    blocks = [block for block in module.modules() if any(isinstance(h, Leave) for h in block._forward_hooks.values())]
+    blocks = [block for block in module.modules() if isinstance(block, Block)]
     if not blocks:
         raise ValueError(f"{type(module).__name__} is not wrapped: there is nothing to take off")
+    if any(type(block) is not block_class(type(block).plain) for block in blocks):
+        raise ValueError("the blocks are sharded (FSDP has made their classes its own): unwrap the model before that")
     for block in blocks:
-        for hooks, flags in (
-            (block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs),
-            (block._forward_hooks, block._forward_hooks_with_kwargs),
-        ):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Enter | Leave)]:
-                del hooks[key]
-                flags.pop(key, None)
+        block.__class__ = type(block).plain
+        del block.temper_place
         delattr(block, SITES)
     for child in module.modules():
         if hasattr(child, RECORDS):
@@ -182,9 +181,8 @@ def reduce_by(module: nn.Module, reduce: str) -> None:
     """Changes how a wrapped model reduces its streams; without effect on a model that was not wrapped."""
     assert reduce in REDUCTIONS
     for block in module.modules():
-        for hook in block._forward_hooks.values():
-            if isinstance(hook, Leave) and hook.reduce is not None:
-                hook.reduce = reduce
+        if isinstance(block, Block) and block.temper_place.reduce is not None:
+            block.temper_place.reduce = reduce
         if hasattr(block, RECORDS):
             setattr(block, RECORDS, [replace(record, reduce=reduce) for record in getattr(block, RECORDS)])
     pretrained.mark(module)
@@ -210,7 +208,7 @@ def _attach(
 ) -> None:
     last = len(record.blocks) - 1
     for index, (name, sites) in enumerate(zip(record.blocks, parts, strict=True)):
-        block = module.get_submodule(name)
+        block: Any = module.get_submodule(name)
         like = next(block.parameters(), None)
         if on is not None:
             sites = on(sites)
@@ -218,10 +216,15 @@ def _attach(
             sites.to(like.device)
         sites.train(block.training)
         setattr(block, SITES, sites)
-        enter = Enter(name, record.sites, first=index == 0, any_layout=any_layout, argument=_first_argument(block))
-        block.register_forward_pre_hook(enter, with_kwargs=True)
-        leave = Leave(name, record.sites, record.reduce if index == last else None)
-        block.register_forward_hook(leave, with_kwargs=True)
+        block.temper_place = Place(
+            name,
+            record.sites,
+            first=index == 0,
+            reduce=record.reduce if index == last else None,
+            any_layout=any_layout,
+            argument=_first_argument(block),
+        )
+        block.__class__ = block_class(type(block))
     setattr(module, RECORDS, [*getattr(module, RECORDS, ()), record])
 
 
