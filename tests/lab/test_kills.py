@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import kills
 import pytest
+from processes import error_of, start
 
 from temper_lab import checkpoint, io
 from temper_lab.cli import main
@@ -166,3 +170,34 @@ def test_a_study_killed_at_every_fifth_call(tiny, tmp_path):
         assert all(same_bytes(out / "runs" / key, tmp_path / "whole" / "runs" / key) for key in keys)
         assert leftovers(out) == []
         shutil.rmtree(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_torchrun_brings_a_run_back_that_lost_a_process(seed, tiny, tmp_path_factory, tmp_path):
+    rng = random.Random(seed)
+    steps = ["--train.steps", "30", "--train.save-every", "2", "--train.val-every", "10", "--train.sample-tokens", "0"]
+
+    def torchrun(out: Path) -> subprocess.Popen:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+        return start(*words, "-m", "temper_lab", "train", "--recipe", str(tiny), "--out", str(out), *steps)
+
+    whole = tmp_path_factory.getbasetemp() / "torchrun-whole"
+    if not whole.exists():
+        process = torchrun(whole)
+        error_of(process)
+        assert process.returncode == 0
+    out, wanted = tmp_path / "run", rng.randint(0, 25)
+    process = torchrun(out)
+    while not (out / "metrics.jsonl").is_file() or (out / "metrics.jsonl").read_text().count("\n") < wanted:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    time.sleep(rng.uniform(0, 0.1))
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(rng.choice(workers)), signal.SIGKILL)
+    error = error_of(process)
+    assert process.returncode == 0, error
+    assert "resumed from" in error or "holds" not in error
+    assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert (out / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    assert leftovers(out) == []

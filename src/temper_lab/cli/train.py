@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,10 @@ Many processes, copied (DDP) or sharded (FSDP2):
 
     torchrun --nproc-per-node 2 -m temper_lab train --recipe cpu-smoke --out runs/two
     torchrun --nproc-per-node 4 -m temper_lab train --recipe paper-n8 --out runs/n8 --train.parallel fsdp
+
+Where processes may be lost, --max-restarts resumes the run from its newest checkpoint:
+
+    torchrun --nproc-per-node 4 --max-restarts 3 -m temper_lab train --recipe paper-n8 --out runs/n8
 
 Recipes: {names}.
 
@@ -92,6 +97,8 @@ def train(recipe: Recipe, out: Path | None, *, resume: bool, dry_run: bool, reci
         raise ValueError("--out is missing; expected a folder for the run")
     from temper_lab.train import train as run
 
+    # torchrun --max-restarts gives the same command again after a process was lost.
+    resume = resume or (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and RunFolder(out).is_run)
     return run(recipe, out, resume=resume, recipe_name=recipe_name)
 
 
