@@ -21,6 +21,8 @@ from temper.ops.gpu import tiles
 from temper.ops.plan import Fold, Native, Plan
 
 MAX_STREAMS = 16
+# 6! permutations; the code for 7! would take minutes to compile and would not stay in registers.
+MAX_LOGITS = 1024
 STORED = (torch.float32, torch.bfloat16)
 # Features that one program projects; the sums of a token follow from its own size alone.
 CHUNK = 2048
@@ -177,13 +179,13 @@ def _table(factors: tuple[int, ...], device: torch.device) -> Tensor | None:
     return torch.tensor(rows, dtype=torch.int8, device=device)
 
 
-def _routed(site: _Site, native: Native, device: torch.device) -> tuple[tiles.Tile, Tensor | None, dict[str, Any]]:
+def _routed(kernel: str, site: _Site, native: Native, device: torch.device) -> tuple[tiles.Tile, Tensor | None, dict[str, Any]]:
     """The tile of a kernel with a mixer in it, the mixer's table and its constants."""
     constants = _mixer(site.plan, site.wide)
-    tile, logits = site.tile("route"), constants["MIXER"][1]
+    tile, logits = site.tile(kernel), constants["MIXER"][1]
     if logits > site.padded**2:
         # Many permutations: fewer tokens at once.
-        tile = tile._replace(tokens=max(1, min(tile.tokens, 2048 // logits)), warps=8 if logits > 1024 else tile.warps)
+        tile = tile._replace(tokens=max(1, min(tile.tokens, MAX_LOGITS // logits)))
     return tile, _table(native.factors, device), constants
 
 
@@ -225,7 +227,7 @@ def _route(streams: Tensor, parts: Tensor, squares: Tensor, fold: Fold, site: _S
     begun = Begun(streams.new_empty(tokens, plan.dim), new(tokens, plan.num_weights), new(tokens, site.rows), new(tokens, 2))
     if not tokens:
         return begun
-    tile, table, constants = _routed(site, native, streams.device)
+    tile, table, constants = _routed("route", site, native, streams.device)
     arguments = {"parts": parts, "squares": squares, "out": fold.out.contiguous(), "bias": fold.bias.contiguous()}
     arguments |= {"table": table, "z": begun.z, "norms": begun.norms, "weights": begun.weights}
     arguments |= {"T": tokens, "S": len(parts), "R": site.rows, "F": plan.num_streams * plan.dim}
@@ -330,7 +332,7 @@ def _route_backward(
         arguments |= {"N": plan.num_streams, "WIDE": site.wide, "BT": tile.tokens, "BD": tile.features}
         site.run("read_backward", (cdiv(tokens, tile.tokens),), tile, arguments)
     d_logits, d_z, own = new(tokens, sum(plan.logits_of)), torch.empty_like(z), new(tokens)
-    tile, table, constants = _routed(site, native, streams.device)
+    tile, table, constants = _routed("route_backward", site, native, streams.device)
     arguments = {"d_weights": None if d_weights is None else d_weights.contiguous(), "d_pre": d_pre}
     arguments |= {"weights": weights, "z": z, "norms": norms, "out": fold.out.contiguous()}
     arguments |= {"bias": fold.bias.contiguous(), "table": table, "d_logits": d_logits, "d_z": d_z, "own": own}
@@ -410,7 +412,7 @@ def _run_mixer(kernel: str, tensors: dict[str, Tensor], function: str, plan: Pla
     if not logits.numel() and not len(logits):
         return
     site = _Site.of(logits, logits.dtype, plan)
-    tile, table, constants = _routed(site, native, logits.device)
+    tile, table, constants = _routed(kernel.replace("mix", "route"), site, native, logits.device)
     arguments: dict[str, Any] = {**tensors, "table": table, "T": len(logits), function: native.kind, **constants}
     arguments |= {"N": plan.num_streams, "NP": site.padded, "BT": tile.tokens}
     site.run(kernel, (cdiv(len(logits), tile.tokens),), tile, arguments)

@@ -38,6 +38,7 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
         "read_backward": Tile(4, 256),
         "streams_backward": Tile(16, 64),
         "route": Tile(64),
+        "route_backward": Tile(64),
     },
     4: {
         "write": Tile(4, 256),
@@ -45,6 +46,7 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
         "read_backward": Tile(4, 256),
         "streams_backward": Tile(16, 64),
         "route": Tile(32),
+        "route_backward": Tile(32),
     },
     8: {
         "write": Tile(4, 256),
@@ -52,6 +54,7 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
         "read_backward": Tile(4, 256),
         "streams_backward": Tile(16, 64, 8),
         "route": Tile(16),
+        "route_backward": Tile(16),
     },
     16: {
         "write": Tile(4, 64),
@@ -59,6 +62,7 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
         "read_backward": Tile(4, 128),
         "streams_backward": Tile(16, 32, 8),
         "route": Tile(8, 0, 8),
+        "route_backward": Tile(4, 0, 8),
     },
 }
 _ALWAYS = {
@@ -83,6 +87,7 @@ _SMALL = {
     "heads_backward": Tile(16, 16),
     "split_maps": Tile(64),
     "route": Tile(8),
+    "route_backward": Tile(8),
 }
 NAMES = tuple(sorted(_SMALL))
 

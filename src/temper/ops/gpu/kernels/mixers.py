@@ -12,9 +12,6 @@ four numbers: its size, its number of permutations, where its logits start, and 
 import triton
 import triton.language as tl
 
-# Plain rounds before the first step of Newton's method and its longest step, as in `temper.ops.newton`.
-WARM_UP = tl.constexpr(4)
-LONGEST = tl.constexpr(4.0)
 TINY = tl.constexpr(1e-30)
 # Entries in a row of the table of permutations.
 WIDTH = tl.constexpr(8)
@@ -137,17 +134,16 @@ def pull_rounds(p, carry, grad, skipped, COUNT: tl.constexpr, is_last, SETTINGS:
         by = by + (is_open, a, b)
     carry = tl.where(is_last, p * grad, carry)
     for k in tl.static_range(COUNT):
-        AT: tl.constexpr = 3 * (COUNT - 1 - k)
         taken = tl.sum(carry, LAST, keep_dims=True)
         if TOL > 0:
-            taken = taken * by[AT]
+            taken = taken * by[3 * (COUNT - 1 - k)]
         carry -= p * taken
-        p = p * by[AT + 2]
+        p = p * by[3 * (COUNT - 1 - k) + 2]
         taken = tl.sum(carry, FIRST, keep_dims=True)
         if TOL > 0:
-            taken = taken * by[AT]
+            taken = taken * by[3 * (COUNT - 1 - k)]
         carry -= p * taken
-        p = p * by[AT + 1]
+        p = p * by[3 * (COUNT - 1 - k) + 1]
     return carry
 
 
@@ -231,6 +227,9 @@ def solve_laplacian(weights, slope, NP: tl.constexpr):
 def solve_newton(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     LAST: tl.constexpr = SETTINGS[1]
     TOL: tl.constexpr = SETTINGS[2]
+    # Plain rounds before the first step of Newton's method, and its longest step.
+    WARM_UP: tl.constexpr = 4
+    LONGEST: tl.constexpr = 4.0
     # A few units in the last place.
     ROUNDING: tl.constexpr = 4 * 2.220446049250313e-16 if x.dtype == tl.float64 else 4 * 1.1920928955078125e-07
     x = turn(as_matrix(x, N, NP), LAST)

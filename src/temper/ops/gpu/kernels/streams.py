@@ -33,10 +33,10 @@ def split_maps(maps, parts, SIZE, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(parts + SIZE + i, (value - high.to(WIDE)).to(tl.bfloat16), mask=i < SIZE)
 
 
-@triton.jit(do_not_specialize=["T", "CHUNK"])
+@triton.jit(do_not_specialize=["T"])
 def project(
-    streams, maps, z, squares, T, R, F, CHUNK,
-    HALF: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    streams, maps, z, squares, T, R, F,
+    CHUNK: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
     """A share of z = H . in_map and of the sum of squares: BT tokens, one of the chunks of the F features, RP rows."""
