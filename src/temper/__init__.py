@@ -16,7 +16,8 @@ from temper.connection import HyperConnection
 from temper.cost import Cost, cost
 from temper.generators import Generator
 from temper.mixers import Mixer
-from temper.ops.backend import backend, backends
+from temper.observe import observe
+from temper.ops.backend import list_backends, use_backend
 from temper.param_groups import param_groups
 from temper.presets import PRESETS, preset
 from temper.recompute import recompute
@@ -26,9 +27,11 @@ from temper.wrap import wrap
 
 if TYPE_CHECKING:
     from temper import convert, theory
-    from temper.diagnostics import observe
 
 __version__ = "0.1.0"
+
+# The shorter names.
+backend, backends = use_backend, list_backends
 
 __all__ = [
     "PRESETS",
@@ -45,12 +48,14 @@ __all__ = [
     "cost",
     "count_parameters",
     "expand_streams",
+    "list_backends",
     "observe",
     "param_groups",
     "preset",
     "recompute",
     "reduce_streams",
     "theory",
+    "use_backend",
     "wrap",
 ]
 
@@ -59,6 +64,4 @@ def __getattr__(name: str) -> Any:
     # Imported when first asked for: nobody who only trains should wait for them.
     if name in ("convert", "theory"):
         return importlib.import_module(f"temper.{name}")
-    if name == "observe":
-        return importlib.import_module("temper.diagnostics").observe
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

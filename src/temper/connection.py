@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from temper.config import RouterConfig
-from temper.ops import autograd, naive
+from temper.ops import naive
+from temper.ops.plan import State
 from temper.precision import no_autocast, widen
-from temper.router import Router, routing_of
+from temper.router import Router
 from temper.routing import Routing
 
+__all__ = ["HyperConnection", "State"]
+
 Branch = Callable[..., Any]
-
-
-class State(NamedTuple):
-    """What `begin` leaves for `finish`.
-
-    Args:
-        streams: at a site without a plan in the precision of its routing, elsewhere as they came.
-        plain: the routing at a site without a plan; None at a residual one.
-        dtype: of the streams as they came.
-        link: at a site with a plan.
-    """
-
-    streams: Tensor
-    plain: Routing | None
-    dtype: torch.dtype
-    link: autograd.Link | None = None
-
-    @property
-    def routing(self) -> Routing | None:
-        """How the streams are read, mixed and written, in full precision; None at a residual site."""
-        return self.plain if self.link is None else routing_of(self.link)
 
 
 class HyperConnection(Router):
@@ -64,28 +46,21 @@ class HyperConnection(Router):
         if branch is not None and not callable(branch):
             raise TypeError(f"branch must be a module or a function, got {type(branch).__name__}")
         self.branch = branch
-        # Of so many sites in a row only the first streams are kept for the backward; see `temper.recompute`.
+        # Save the streams of every so many sites for the backward pass and recompute the rest; `temper.recompute`.
         self.recompute = 0
-        # Called with (site, streams, routing) for every forward; see temper.diagnostics.
+        # Called with (site, streams, routing) for every forward; see `temper.observe`.
         self.observers: tuple[Callable[[HyperConnection, Tensor, Routing], None], ...] = ()
 
     def begin(self, streams: Tensor) -> tuple[Tensor, State]:
         """The branch input and what `finish` needs: (..., N, D) -> (..., D), state."""
         self.check_streams(streams)
-        if self.config.is_residual:
+        if self.spec is None:
             self._observe(streams, None)
-            return streams.select(-2, 0).contiguous(), State(streams, None, streams.dtype)
-        if self.plan is not None:
-            x, link = self.run(streams, self.recompute)
-            if self.observers:
-                self._observe(streams, routing_of(link))
-            return x, State(streams, None, streams.dtype, link)
-        # One wide copy of half-precision streams serves routing, reading and mixing.
-        wide = widen(streams)
-        routing = self.route_wide(wide)
-        self._observe(streams, routing)
-        with no_autocast(streams):
-            return naive.read(wide, routing.pre).to(streams.dtype), State(wide, routing, streams.dtype)
+            return streams.select(-2, 0).contiguous(), State(streams, streams.dtype)
+        x, state = self._open(streams, self.recompute)
+        if self.observers:
+            self._observe(streams, state.routing)
+        return x, state
 
     def finish(self, state: State, y: Tensor, *, in_place: bool = False) -> Tensor:
         """The next streams from the branch output: state, (..., D) -> (..., N, D).
@@ -94,16 +69,14 @@ class HyperConnection(Router):
             in_place: the streams that `begin` was given may be overwritten with the next ones; for
                 inference, where autograd is off and nobody looks at them again.
         """
-        streams, routing, dtype, link = state.streams, state.plain, state.dtype, state.link
+        streams, backend = state.streams, state.backend
         _check_output(streams, y)
         if in_place and torch.is_grad_enabled():
             raise ValueError("in_place is for inference: use it inside torch.no_grad() or torch.inference_mode()")
-        if link is not None:
-            return autograd.finish(link, y, in_place)
-        if routing is None:
+        if backend is None:
             return streams.add_(y.unsqueeze(-2)) if in_place else streams + y.unsqueeze(-2)
         with no_autocast(streams):
-            return naive.write(streams, y, routing.res, routing.post).to(dtype)
+            return backend.close_site(state, y, in_place)
 
     def read(self, streams: Tensor, routing: Routing) -> Tensor:
         """x = sum_n pre[n] H[n]: (..., N, D) -> (..., D)."""

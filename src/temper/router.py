@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from temper.config import HEADS, Choice, RouterConfig, option_defaults
 from temper.gates import Gates
 from temper.generators import Generator
 from temper.norm import GAINS, StreamNorm
-from temper.ops import autograd, backend, naive
-from temper.ops.plan import Fold, Plan
+from temper.ops import backend
+from temper.ops.plan import FoldedWeights, RawWeights, SiteSpec, State
 from temper.precision import no_autocast, widen
 from temper.routing import Routing
 
@@ -37,12 +37,8 @@ class Head(nn.Module):
             self.bias.copy_(initial_bias)
 
     def stored(self) -> tuple[Tensor, ...]:
-        """Every tensor, as the native kernels want them."""
+        """Every tensor, in the order in which fold kernels take them."""
         return *self.generator.stored(), self.gate, self.bias
-
-    def forward(self, bottleneck: Tensor, out_map: Tensor, gates: Gates) -> Tensor:
-        dynamic = gates.squash(torch.tensordot(bottleneck, out_map, dims=1))
-        return self.gate.to(dynamic.dtype) * dynamic + self.bias.to(dynamic.dtype)
 
 
 class StateDictError(ValueError, RuntimeError):
@@ -66,8 +62,9 @@ class Router(nn.Module):
         self.config = config
         self.layer_index = layer_index
         self.gates = Gates.named(config.gates)(config.pre_eps)
-        # What the fast implementations are told of this site; None if they do not know its form.
-        self.plan: Plan | None = None
+        # What backends are told of this site; None at a residual one.
+        self.spec: SiteSpec | None = None
+        self._raw_paths: tuple[tuple[tuple[str, ...], str], ...] = ()
         if config.is_residual:
             return
         self.mixer = config.build_mixer()
@@ -80,40 +77,42 @@ class Router(nn.Module):
             clamp=config.norm_clamp,
         )
         self.pre, self.res, self.post = (Head(config.build_generator(head)) for head in HEADS)
-        self.plan = self._make_plan()
+        self._describe()
         self._start()
 
-    def _make_plan(self) -> Plan | None:
+    def _describe(self) -> None:
+        """Sets what follows from the parts of the site; to be called again when one of them is replaced."""
         config = self.config
-        if not self.gates.fast or config.norm != "flat":
-            return None
         rows = []
         for head in HEADS:
             generator, in_modes, out_modes, options = config.generator(head)
             rows.append(generator.bottleneck(in_modes, out_modes, **options))
         pre, res, post = (head.generator.direct for head in (self.pre, self.res, self.post))
-        return Plan(
+        self.spec = SiteSpec(
             num_streams=config.num_streams,
             dim=config.dim,
             rows=(rows[0], rows[1], rows[2]),
             direct=(pre, res, post),
-            logits=math.prod(self.mixer.logit_shape),
+            num_logits=math.prod(self.mixer.logit_shape),
             norm_eps=config.norm_eps,
             norm_clamp=config.norm_clamp,
             pre_eps=config.pre_eps,
-            native=self.mixer.native(),
-            form=self._make_form(),
+            mixer=self.mixer.native(),
+            generators=self._pack_generators(),
+            gates=config.gates,
+            norm_per_stream=config.norm == "per-stream",
         )
+        self._raw_paths = self._find_raw_paths()
 
-    def _make_form(self) -> tuple[int, ...] | None:
+    def _pack_generators(self) -> tuple[int, ...] | None:
         config = self.config
         numbers = [config.num_streams, config.dim, GAINS.index(config.gain)]
         for head in (self.pre, self.res, self.post):
-            form = head.generator.native()
-            # Who stores tensors in a known form but makes other maps of them is not known.
-            if form is None or _owner(head.generator, "native") is not _owner(head.generator, "maps"):
+            spec = head.generator.native()
+            # A subclass that inherits `native` but overrides `maps` cannot use the kernels.
+            if spec is None or _owner(head.generator, "native") is not _owner(head.generator, "maps"):
                 return None
-            numbers += form.numbers(head.generator.out_modes)
+            numbers += spec.packed(head.generator.out_modes)
         return tuple(numbers)
 
     def _start(self) -> None:
@@ -144,7 +143,7 @@ class Router(nn.Module):
         self.config = dataclasses.replace(self.config, **changes)
         for head, generator in generators.items():
             getattr(self, head).generator = generator.train(self.training)
-        self.plan = self._make_plan()
+        self._describe()
 
     def route(self, streams: Tensor) -> Routing:
         """pre, res and post of every token, in the dtype of the streams.
@@ -158,63 +157,92 @@ class Router(nn.Module):
 
     def route_wide(self, streams: Tensor) -> Routing:
         """The same before it is rounded to the dtype of the streams: float32, or float64 for float64."""
-        if self.config.is_residual:
+        if self.spec is None:
             return _plain_routing(widen(streams))
-        if self.plan is not None:
-            return routing_of(self.run(streams)[1])
-        streams = widen(streams)
-        dtype = streams.dtype
-        with no_autocast(streams):
-            heads = (self.pre, self.res, self.post)
-            in_maps, out_maps = zip(*(head.generator.maps(dtype) for head in heads), strict=True)
-            in_map = torch.cat(in_maps)
-            gain = self.norm.gain()
-            if gain is not None:
-                in_map = in_map * gain.to(dtype)
-            # One pass over the streams serves all three generators.
-            bottleneck = naive.project(streams, in_map, self.norm.rstd(streams))
-            parts = bottleneck.split([part.shape[0] for part in in_maps], dim=-1)
-            pre, res, post = (
-                head(part, out_map, self.gates) for head, part, out_map in zip(heads, parts, out_maps, strict=True)
-            )
-            return Routing(self.gates.pre(pre), self.mixer(res), self.gates.post(post))
+        routing = self._open(streams)[1].routing
+        assert routing is not None
+        return routing
 
-    def run(self, streams: Tensor, group: int = 0) -> tuple[Tensor, autograd.Link]:
-        """x, and the routing as the operations have it: what `begin` does at a site that has a plan."""
-        assert self.plan is not None
-        implementation = backend.choose(streams, self.plan, self.mixer)
+    def _open(self, streams: Tensor, group: int = 0) -> tuple[Tensor, State]:
+        """x, and the state that the backend leaves: what `begin` does at a site that is not residual."""
+        spec, mixer = self.spec, self.mixer
+        assert spec is not None
+        chosen = backend.choose(streams, spec, mixer)
         with no_autocast(streams):
-            weights = self._weights_for(implementation, streams.dtype)
-        return autograd.begin(streams, weights, self.plan, self.mixer, implementation, group)
+            return chosen.open_site(streams, self._weights_for(chosen, streams.dtype), spec, mixer, group)
 
-    def _weights_for(self, implementation: ModuleType, dtype: torch.dtype) -> Fold | autograd.Stored:
-        """All weights for streams of a dtype: folded, unless the implementation can do that itself."""
-        assert self.plan is not None
+    def _weights_for(self, chosen: backend.Backend, dtype: torch.dtype) -> FoldedWeights | RawWeights:
+        """The weights for streams of a dtype: folded here, unless the backend does that by itself."""
+        assert self.spec is not None
         wide = torch.promote_types(dtype, torch.float32)
-        if self.plan.form is not None and hasattr(implementation, "fold"):
-            owners = (self.norm, self.pre, self.res, self.post)
-            stored = autograd.Stored(tensor for owner in owners for tensor in owner.stored())
-            if all(tensor.dtype == wide for tensor in stored):
-                return stored
+        if self.spec.generators is not None and chosen.folding is not None:
+            raw = self._raw_weights()
+            for tensor in raw:
+                if tensor.dtype != wide:
+                    break
+            else:
+                return raw
         return self.fold(wide)
 
-    def fold(self, dtype: torch.dtype) -> Fold:
+    def _raw_weights(self) -> RawWeights:
+        """The gain, then generator, gate and bias of pre, res and post."""
+        # From the modules' own dictionaries: attributes of modules are Python calls, three dozen of them in a site.
+        tensors: list[Tensor] = []
+        for path, key in self._raw_paths:
+            module: nn.Module = self
+            for name in path:
+                module = module._modules[name]  # type: ignore[assignment]
+            tensor: Tensor | None = module._parameters.get(key)
+            if tensor is None:
+                tensor = module._buffers.get(key)
+            if tensor is None:
+                break
+            tensors.append(tensor)
+        else:
+            if tensors:
+                return RawWeights(tensors)
+        # Something has replaced a parameter by an attribute (a parametrization, a flattened group of parameters).
+        return RawWeights(self._stored())
+
+    def _stored(self) -> tuple[Tensor, ...]:
+        return *self.norm.stored(), *self.pre.stored(), *self.res.stored(), *self.post.stored()
+
+    def _find_raw_paths(self) -> tuple[tuple[tuple[str, ...], str], ...]:
+        """Where the raw weights are: submodules, and the name in the last of them. Empty where that is not certain."""
+        assert self.spec is not None
+        if self.spec.generators is None:
+            return ()
+        named = itertools.chain(self.named_parameters(remove_duplicate=False), self.named_buffers())
+        names = {id(tensor): name for name, tensor in named}
+        stored = self._stored()
+        if len(set(map(id, stored))) < len(stored) or not all(id(tensor) in names for tensor in stored):
+            return ()
+        paths = (names[id(tensor)].split(".") for tensor in stored)
+        return tuple((tuple(path[:-1]), path[-1]) for path in paths)
+
+    def fold(self, dtype: torch.dtype) -> FoldedWeights:
         """The generators, the gain and the gates folded together, at the same cost for any number of tokens."""
-        in_maps, outs, biases = [], [], []
+        in_maps, outs, biases, scales = [], [], [], []
         for head in (self.pre, self.res, self.post):
             in_map, out_map = head.generator.maps(dtype)
-            gate = head.gate.to(dtype)
-            if head.generator.direct:
+            gate, bias = head.gate.to(dtype), head.bias.to(dtype).flatten()
+            if not self.gates.fast:
+                # These squash what a generator gives before the gate scales it.
+                scales.append(gate.expand(bias.shape))
+            elif head.generator.direct:
                 in_map = in_map * gate
             else:
-                outs.append((out_map * gate).flatten())
+                out_map = out_map * gate
+            if not head.generator.direct:
+                outs.append(out_map.flatten())
             in_maps.append(in_map)
-            biases.append(head.bias.to(dtype).flatten())
+            biases.append(bias)
         in_map = torch.cat(in_maps)
         gain = self.norm.gain()
         if gain is not None:
             in_map = in_map * gain.to(dtype)
-        return Fold(in_map, torch.cat(outs) if outs else in_map.new_empty(0), torch.cat(biases))
+        out = torch.cat(outs) if outs else in_map.new_empty(0)
+        return FoldedWeights(in_map, out, torch.cat(biases), torch.cat(scales) if scales else None)
 
     def check_streams(self, streams: Tensor) -> None:
         """Raises for what cannot be the streams of this site."""
@@ -280,11 +308,6 @@ class Router(nn.Module):
 def _owner(thing: object, name: str) -> type:
     """The class that an attribute comes from."""
     return next(cls for cls in type(thing).__mro__ if name in vars(cls))
-
-
-def routing_of(link: autograd.Link) -> Routing:
-    """The routing of every token, with the leading dimensions of the streams."""
-    return link.plan.split(link.weights.view(*link.streams.shape[:-2], link.plan.num_weights))
 
 
 def _plain_routing(streams: Tensor) -> Routing:

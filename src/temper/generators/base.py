@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from temper.ops.plan import Form
+from temper.ops.plan import GeneratorSpec
 from temper.registry import Registered
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Generator(Registered, nn.Module, family="generator"):
         """
         raise NotImplementedError
 
-    def native(self) -> Form | None:
+    def native(self) -> GeneratorSpec | None:
         """This generator as the native kernels know it, or None; it then says what is `stored`."""
         return None
 

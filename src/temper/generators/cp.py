@@ -19,7 +19,7 @@ from temper.generators.base import (
     fraction_of,
     mode_product,
 )
-from temper.ops.plan import Form
+from temper.ops.plan import GeneratorSpec
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -76,8 +76,8 @@ class CP(Generator, name="cp"):
         stream_RN, feature_RD, *outs_RO = (factor.to(dtype=dtype).T for factor in self.factors)
         return _outer(stream_RN, feature_RD), _outer(*outs_RO)
 
-    def native(self) -> Form:
-        return Form("cp", (self.rank,))
+    def native(self) -> GeneratorSpec:
+        return GeneratorSpec("cp", (self.rank,))
 
     def stored(self) -> tuple[Tensor, ...]:
         return tuple(self.factors)

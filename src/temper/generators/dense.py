@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.generators.base import Generator, Modes, Shapes, mode_product
-from temper.ops.plan import Form
+from temper.ops.plan import GeneratorSpec
 
 
 class Dense(Generator, name="dense"):
@@ -40,8 +40,8 @@ class Dense(Generator, name="dense"):
         eye_RR = torch.eye(in_map_RND.shape[0], dtype=in_map_RND.dtype, device=in_map_RND.device)
         return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
 
-    def native(self) -> Form:
-        return Form("dense")
+    def native(self) -> GeneratorSpec:
+        return GeneratorSpec("dense")
 
     def stored(self) -> tuple[Tensor, ...]:
         return (self.weight,)

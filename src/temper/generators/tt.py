@@ -22,7 +22,7 @@ from temper.generators.base import (
     mode_product,
     ranks_within,
 )
-from temper.ops.plan import Form
+from temper.ops.plan import GeneratorSpec
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -96,8 +96,8 @@ class TT(Generator, name="tt"):
             out_map = torch.tensordot(out_map, core, dims=1)
         return in_map_RND, out_map.squeeze(-1)
 
-    def native(self) -> Form:
-        return Form("tt", self.rank)
+    def native(self) -> GeneratorSpec:
+        return GeneratorSpec("tt", self.rank)
 
     def stored(self) -> tuple[Tensor, ...]:
         return tuple(self.cores)

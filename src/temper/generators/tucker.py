@@ -22,7 +22,7 @@ from temper.generators.base import (
     mode_product,
     ranks_within,
 )
-from temper.ops.plan import Form
+from temper.ops.plan import GeneratorSpec
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -127,8 +127,8 @@ class Tucker(Generator, name="tucker"):
             out_map = (out_map[:, None, ..., None] * wide).flatten(0, 1)
         return in_map_RND, out_map
 
-    def native(self) -> Form:
-        return Form("tucker", self.rank)
+    def native(self) -> GeneratorSpec:
+        return GeneratorSpec("tucker", self.rank)
 
     def stored(self) -> tuple[Tensor, ...]:
         return self.core, *self.factors

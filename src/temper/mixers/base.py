@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from temper.ops import autograd, backend
-from temper.ops.plan import Native, Plan
+from temper.ops import backend
+from temper.ops.plan import MixerSpec, SiteSpec
 from temper.registry import Registered
 
 
@@ -32,7 +32,7 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
     Orientation: row m of `res` says where output stream m comes from (`temper.routing`).
     A new mixer is a subclass in a file of its own: which logits it needs (`logit_shape_for`), where
-    they start (`initial_bias`) and what they become (`mix`). That is enough to work; `pull` makes it fast on every
+    they start (`initial_bias`) and what they become (`mix`). That is enough to work; `vjp` makes it fast on every
     device and `native` on a CPU. See docs/adding-a-mixer.md.
     """
 
@@ -84,18 +84,18 @@ class Mixer(Registered, nn.Module, family="mixer"):
         """res (..., N, N), plainly: the definition that everything faster is compared to."""
         raise NotImplementedError
 
-    def solve(self, logits: Tensor) -> Tensor:
-        """The same where autograd is not watching, and so perhaps faster."""
+    def forward_fast(self, logits: Tensor) -> Tensor:
+        """The same without autograd, and so perhaps faster."""
         return self.mix(logits)
 
-    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the logits from that of res, without autograd."""
+    def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+        """The vector-Jacobian product: the gradient of the logits from that of res, without autograd."""
         raise NotImplementedError
 
     @property
-    def has_pull(self) -> bool:
-        """Whether `pull` is there for these options."""
-        return type(self).pull is not Mixer.pull
+    def has_vjp(self) -> bool:
+        """Whether there is a `vjp` for these options."""
+        return type(self).vjp is not Mixer.vjp
 
     def lipschitz(self) -> float:
         """A proved L with ||res(a) - res(b)||_F <= L ||a - b||_F + slack for all logits a and b."""
@@ -107,17 +107,17 @@ class Mixer(Registered, nn.Module, family="mixer"):
         """What `lipschitz` leaves out, from two logits and what they became: (...). Zero where it holds as it is."""
         return res.new_zeros(res.shape[:-2])
 
-    def native(self) -> Native | None:
+    def native(self) -> MixerSpec | None:
         """This mixer as the native kernels know it, or None."""
         return None
 
-    def plan(self) -> Plan:
-        """What an implementation must know to run this mixer by itself."""
-        return Plan.of_mixer(self.num_streams, math.prod(self.logit_shape), self.native())
+    def site_spec(self) -> SiteSpec:
+        """What a backend must know to run this mixer by itself."""
+        return SiteSpec.of_mixer(self.num_streams, math.prod(self.logit_shape), self.native())
 
     def forward(self, logits: Tensor) -> Tensor:
-        """res (..., N, N) of logits (..., *logit_shape), by the fastest implementation that serves."""
-        return autograd.mix(logits, self, backend.choose(logits, self.plan(), self))
+        """res (..., N, N) of logits (..., *logit_shape), by the fastest backend that serves."""
+        return backend.choose(logits, self.site_spec(), self).mix(logits, self)
 
 
 def copy_map(num_streams: int, copies: int) -> Tensor:

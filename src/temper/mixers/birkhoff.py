@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.mixers.base import Mixer
-from temper.ops.plan import Native
+from temper.ops.plan import MixerSpec
 
 MAX_STREAMS = 6
 
@@ -58,15 +58,15 @@ class Birkhoff(Mixer, name="birkhoff"):
         res: Tensor = self.mixture(logits)
         return res
 
-    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
-        return self.mixture.pull(logits, grad)
+    def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+        return self.mixture.vjp(logits, grad)
 
     def lipschitz(self) -> float:
         # Two permutations that share no place, half of each: sqrt(2N) apart, and softmax gives sqrt(1/8) of it.
         return self.num_streams**0.5 / 2
 
-    def native(self) -> Native:
-        return Native("permutations", factors=(self.num_streams,))
+    def native(self) -> MixerSpec:
+        return MixerSpec("permutations", factors=(self.num_streams,))
 
 
 class PermutationMixture(nn.Module):
@@ -97,7 +97,7 @@ class PermutationMixture(nn.Module):
         weights = logits.softmax(-1)
         return torch.tensordot(weights, self.permutations.to(weights.dtype), dims=1)
 
-    def pull(self, logits: Tensor, grad: Tensor) -> Tensor:
+    def vjp(self, logits: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the logits from that of the matrix."""
         weights = logits.softmax(-1)
         slope = torch.tensordot(grad, self.permutations.to(grad.dtype), dims=([-2, -1], [1, 2]))

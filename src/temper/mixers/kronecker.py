@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from temper.mixers.base import Growth, Mixer
 from temper.mixers.birkhoff import PermutationMixture, identity_bias, mixture_flops
-from temper.ops.plan import Native
+from temper.ops.plan import MixerSpec
 
 # 7! = 5,040 logits are still a matrix one can hold; 11! = 39,916,800 are not.
 MAX_FACTOR = 7
@@ -82,7 +82,7 @@ class Kronecker(Mixer, name="kronecker"):
     def mix(self, logits: Tensor) -> Tensor:
         return self._products(self._factors(logits))[-1]
 
-    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+    def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
         factors = self._factors(logits)
         products = self._products(factors)
         slopes: list[Tensor] = []
@@ -97,15 +97,15 @@ class Kronecker(Mixer, name="kronecker"):
         for size, part, slope in zip(self.sizes, parts, reversed(slopes), strict=True):
             mixture = self.mixtures[str(size)]
             assert isinstance(mixture, PermutationMixture)
-            pulled.append(mixture.pull(part, slope))
+            pulled.append(mixture.vjp(part, slope))
         return torch.cat(pulled, dim=-1)
 
     def lipschitz(self) -> float:
         # A mixture of permutations whose logits are sums: as for all N! of them.
         return self.num_streams**0.5 / 2
 
-    def native(self) -> Native:
-        return Native("permutations", factors=self.sizes)
+    def native(self) -> MixerSpec:
+        return MixerSpec("permutations", factors=self.sizes)
 
     def _parts(self, logits: Tensor) -> tuple[Tensor, ...]:
         return logits.split([math.factorial(size) for size in self.sizes], dim=-1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from temper.mixers.base import Growth, Mixer, copy_map
-from temper.ops.plan import Native
+from temper.ops.plan import MixerSpec
 
 
 class Unconstrained(Mixer, name="unconstrained"):
@@ -27,15 +27,15 @@ class Unconstrained(Mixer, name="unconstrained"):
     def mix(self, logits: Tensor) -> Tensor:
         return logits
 
-    def solve(self, logits: Tensor) -> Tensor:
+    def forward_fast(self, logits: Tensor) -> Tensor:
         # An operation may not return what it was given.
         return logits.clone()
 
-    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+    def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
         return grad
 
     def lipschitz(self) -> float:
         return 1.0
 
-    def native(self) -> Native:
-        return Native("copy")
+    def native(self) -> MixerSpec:
+        return MixerSpec("copy")

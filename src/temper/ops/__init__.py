@@ -1,5 +1,6 @@
-"""Operations on streams, in three implementations with the same functions.
+"""Operations on streams, in several backends behind one interface.
 
-`naive` is plain torch and the oracle, `fused` is torch with backwards written by hand for any device, `cpu` are
-native kernels. `autograd` makes any of them differentiable, `backend` chooses.
+`backend` says what a backend is and chooses one; `naive` is plain torch and the oracle, `fused` is torch with backwards
+written by hand for any device, `cpu` are native kernels. `autograd` makes kernels differentiable, `schema` declares
+them as torch operators, `recompute` trades memory for mixing again.
 """

@@ -1,132 +1,126 @@
-"""One site's two operations as autograd sees them, whatever implementation does the work.
+"""Kernels made differentiable: one site's two operations as autograd sees them.
 
-`finish` does not give the streams their gradient: it hands on what it got, and `begin` multiplies by res^T while
-it writes all parts at once. The gradient travels along `link`, a tensor in the shape of the streams that has no
-memory of its own.
+`finish` does not give the streams their gradient: it hands on what it got, and the backward of `begin` multiplies by
+res^T while it writes all parts at once. The gradient travels along `link`, a tensor in the shape of the streams that
+has no memory of its own.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from types import ModuleType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from temper.ops import naive
-from temper.ops.kept import Source
-from temper.ops.plan import Fold, Plan
-from temper.precision import no_autocast, widen
+from temper.ops.plan import FoldedWeights, RawWeights, Routed, SiteSpec, State
+from temper.ops.recompute import Origin
+from temper.precision import no_autocast
 
 if TYPE_CHECKING:
     from temper.mixers.base import Mixer
+    from temper.ops.backend import Folding, Kernels
 
 
-class Link(NamedTuple):
-    """What goes from `begin` to `finish`.
+class KernelBackend:
+    """A backend made of kernels with backwards written by hand."""
 
-    Args:
-        streams: with their leading dimensions; in the precision of the routing where autograd does everything.
-        weights: (..., K), the routing of every token.
-        link: carries the gradient back; None where autograd does everything.
-        source: how to get the streams again, if they are not kept.
-    """
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.name, self.scope = kernels.name, kernels.scope
+        self.refusal, self.unavailable, self.limits = kernels.refusal, kernels.unavailable, kernels.limits
 
-    streams: Tensor
-    weights: Tensor
-    link: Tensor | None
-    source: Source | None
-    plan: Plan
-    implementation: ModuleType
-    dtype: torch.dtype
+    @property
+    def folding(self) -> Folding | None:
+        return self.kernels.folding
 
-
-class Stored(tuple[Tensor, ...]):
-    """The weights of a site before they are folded, for an implementation that has a `fold`."""
-
-
-def begin(
-    streams: Tensor, weights: Fold | Stored, plan: Plan, mixer: Mixer, implementation: ModuleType, group: int = 0
-) -> tuple[Tensor, Link]:
-    """x and what `finish` needs: (..., N, D) -> (..., D), link.
-
-    Args:
-        weights: of the site, folded or as it has them.
-        group: keep only the streams of every so manieth site and make the others again; 0 keeps all.
-    """
-    with no_autocast(streams):
-        if implementation is naive:
-            assert isinstance(weights, Fold)
-            wide = widen(streams)
-            x, routing = naive.begin(wide, weights, plan, mixer)
-            return x.to(streams.dtype), Link(wide, routing, None, None, plan, implementation, streams.dtype)
+    def open_site(
+        self, streams: Tensor, weights: FoldedWeights | RawWeights, spec: SiteSpec, mixer: Mixer, group: int
+    ) -> tuple[Tensor, State]:
         given, streams = streams, streams.contiguous()
-        tokens = streams.view(_count(streams), plan.num_streams, plan.dim)
-        source = Source.of(given, tokens, group)
-        folded = isinstance(weights, Fold)
-        x, routing, link, *_ = _Begin.apply(tokens, plan, mixer, implementation, source, folded, *weights)
-    x = x.view(*streams.shape[:-2], plan.dim)
-    return x, Link(streams, routing, link, source, plan, implementation, streams.dtype)
+        lead, dtype = streams.shape[:-2], streams.dtype
+        # Not -1: without tokens that could be any number.
+        tokens = streams.view(math.prod(lead), spec.num_streams, spec.dim)
+        link, origin = None, None
+        if needs_graph((tokens, *weights)):
+            origin = Origin.of(given, tokens, group)
+            is_folded = isinstance(weights, FoldedWeights)
+            passed = weights[:3] if is_folded else weights
+            x, routing, link, *_ = _Begin.apply(tokens, spec, mixer, self.kernels, origin, is_folded, *passed)
+        else:
+            x, (routing, _, _) = self.kernels.begin(tokens, folded_of(weights, self.kernels, spec, dtype), spec, mixer)
+        return x.view(*lead, spec.dim), State(streams, dtype, routing, spec, self, link, origin)
+
+    def close_site(self, state: State, y: Tensor, in_place: bool) -> Tensor:
+        streams, _, weights, spec, _, link, origin = state
+        assert weights is not None
+        assert spec is not None
+        tokens = streams.view(weights.shape[0], spec.num_streams, spec.dim)
+        y = y.reshape(weights.shape[0], spec.dim)
+        if not needs_graph((tokens, y, weights)):
+            return self.kernels.finish(tokens, y, weights, spec, in_place).view(streams.shape)
+        result: Tensor = _Finish.apply(link, tokens, y, weights, spec, self.kernels, origin).view(streams.shape)
+        if origin is not None:
+            origin.link_next(result, y, weights, spec, self.kernels)
+        return result
+
+    def mix(self, logits: Tensor, mixer: Mixer) -> Tensor:
+        lead = logits.shape[: logits.ndim - len(mixer.logit_shape)]
+        flat = logits.reshape(math.prod(lead), *mixer.logit_shape)
+        res = _Mix.apply(flat, mixer, self.kernels) if needs_graph((flat,)) else self.kernels.mix(flat, mixer)
+        return res.view(*lead, mixer.num_streams, mixer.num_streams)
 
 
-def finish(state: Link, y: Tensor, in_place: bool = False) -> Tensor:
-    """The next streams (..., N, D)."""
-    streams, weights, link, source, plan, implementation, dtype = state
-    with no_autocast(streams):
-        if implementation is naive:
-            return naive.finish(streams, y, weights, plan).to(dtype)
-        count = _count(streams)
-        tokens, y = streams.view(count, plan.num_streams, plan.dim), y.reshape(count, plan.dim)
-        if in_place and hasattr(implementation, "finish_"):
-            implementation.finish_(tokens, y, weights, plan)
-            return streams
-        result = _Finish.apply(link, tokens, y, weights, plan, implementation, source).view(streams.shape)
-    if source is not None:
-        source.lead_to(result, y, weights, plan, implementation)
-    return result
+def needs_graph(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd has to know of an operation on these tensors."""
+    # Forward-mode AD asks for what these functions do not have, and they must be there to say so.
+    if forward_ad._current_level >= 0:
+        return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
-def mix(logits: Tensor, mixer: Mixer, implementation: ModuleType) -> Tensor:
-    """res (..., N, N) of logits (..., *logit_shape)."""
-    lead = logits.shape[: logits.ndim - len(mixer.logit_shape)]
-    if implementation is naive:
-        return mixer.mix(logits)
-    # Not -1: without tokens that could be any number.
-    res = _Mix.apply(logits.reshape(math.prod(lead), *mixer.logit_shape), mixer, implementation)
-    return res.view(*lead, mixer.num_streams, mixer.num_streams)
-
-
-def _count(streams: Tensor) -> int:
-    """The number of tokens."""
-    return math.prod(streams.shape[:-2])
+def folded_of(
+    weights: FoldedWeights | RawWeights, kernels: Kernels, spec: SiteSpec, dtype: torch.dtype
+) -> FoldedWeights:
+    """The weights folded, if they are not yet."""
+    if isinstance(weights, FoldedWeights):
+        return weights
+    assert kernels.folding is not None
+    return kernels.folding.fold(weights, spec, dtype)
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(
         streams: Tensor,
-        plan: Plan,
+        spec: SiteSpec,
         mixer: Mixer,
-        implementation: Any,
-        source: Source | None,
-        folded: bool,
+        kernels: Any,
+        origin: Origin | None,
+        is_folded: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        fold = Fold(*weights) if folded else implementation.fold(weights, plan, streams.dtype)
-        x, routing, z, norms = implementation.begin(streams, fold, plan, mixer)
-        # Only outputs may be kept; what was given is kept as it is.
-        return x, routing, streams.new_empty(()).expand(streams.shape), z, norms, *(() if folded else fold)
+        folded = FoldedWeights(*weights) if is_folded else kernels.folding.fold(weights, spec, streams.dtype)
+        x, routed = kernels.begin(streams, folded, spec, mixer)
+        link = streams.new_empty(()).expand(streams.shape)
+        # Only inputs and outputs can be saved, so what was folded here is an output.
+        return x, routed.weights, link, routed.z, routed.norms, *(() if is_folded else folded[:3])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        streams, ctx.plan, ctx.mixer, ctx.implementation, source, ctx.folded, *weights = inputs
+        streams, ctx.spec, ctx.mixer, ctx.kernels, origin, ctx.is_folded, *weights = inputs
         _, routing, _, *small = output
         ctx.mark_non_differentiable(*small)
         ctx.set_materialize_grads(False)
-        ctx.kept, own = source or (None, (streams,))
+        ctx.segment, own = origin or (None, (streams,))
         ctx.counts = len(weights), len(small) + 1
         ctx.save_for_backward(*weights, routing, *small, *own)
 
@@ -134,66 +128,68 @@ class _Begin(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_x: Tensor | None, d_weights: Tensor | None, grad: Tensor | None, *_: None) -> Any:
         saved, (given, small) = ctx.saved_tensors, ctx.counts
-        weights, (routing, z, norms, *folded), own = saved[:given], saved[given : given + small], saved[given + small :]
-        fold = Fold(*(weights if ctx.folded else folded))
-        streams = own[0] if ctx.kept is None else ctx.kept.streams(*own)
+        weights, own = saved[:given], saved[given + small :]
+        routing, z, norms, *made = saved[given : given + small]
+        folded = FoldedWeights(*(weights if ctx.is_folded else made))
+        streams = own[0] if ctx.segment is None else ctx.segment.streams(*own)
         with no_autocast(streams):
-            d_streams, slopes = ctx.implementation.begin_backward(
-                grad, d_x, d_weights, streams, fold, routing, z, norms, ctx.plan, ctx.mixer
+            d_streams, d_folded = ctx.kernels.begin_backward(
+                grad, d_x, d_weights, streams, folded, Routed(routing, z, norms), ctx.spec, ctx.mixer
             )
-            if not ctx.folded:
-                slopes = ctx.implementation.fold_backward(slopes, weights, ctx.plan, streams.dtype)
-        if ctx.kept is not None:
-            ctx.kept.drop()
-        return d_streams, None, None, None, None, None, *slopes
+            gradients = d_folded[:3]
+            if not ctx.is_folded:
+                gradients = ctx.kernels.folding.fold_backward(d_folded, weights, ctx.spec, streams.dtype)
+        if ctx.segment is not None:
+            ctx.segment.drop()
+        return d_streams, None, None, None, None, None, *gradients
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(
-        link: Tensor,
+        link: Tensor | None,
         streams: Tensor,
         y: Tensor,
         weights: Tensor,
-        plan: Plan,
-        implementation: Any,
-        source: Source | None,
+        spec: SiteSpec,
+        kernels: Any,
+        origin: Origin | None,
     ) -> Tensor:
-        result: Tensor = implementation.finish(streams, y, weights, plan)
+        result: Tensor = kernels.finish(streams, y, weights, spec)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, streams, y, weights, ctx.plan, ctx.implementation, source = inputs
-        ctx.kept, own = source or (None, (streams,))
+        _, streams, y, weights, ctx.spec, ctx.kernels, origin = inputs
+        ctx.segment, own = origin or (None, (streams,))
         ctx.save_for_backward(y, weights, *own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         y, weights, *own = ctx.saved_tensors
-        streams = own[0] if ctx.kept is None else ctx.kept.streams(*own)
+        streams = own[0] if ctx.segment is None else ctx.segment.streams(*own)
         with no_autocast(streams):
-            d_y, d_weights = ctx.implementation.finish_backward(grad, streams, y, weights, ctx.plan)
-        return grad, None, d_y, d_weights, None, None, None
+            d_y, d_weights = ctx.kernels.finish_backward(grad, streams, y, weights, ctx.spec)
+        return grad if ctx.needs_input_grad[0] else None, None, d_y, d_weights, None, None, None
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
-    def forward(logits: Tensor, mixer: Mixer, implementation: Any) -> Tensor:
-        result: Tensor = implementation.mix(logits, mixer)
+    def forward(logits: Tensor, mixer: Mixer, kernels: Any) -> Tensor:
+        result: Tensor = kernels.mix(logits, mixer)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        logits, ctx.mixer, ctx.implementation = inputs
+        logits, ctx.mixer, ctx.kernels = inputs
         ctx.save_for_backward(logits, output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, res = ctx.saved_tensors
-        return ctx.implementation.mix_backward(logits, res, grad, ctx.mixer), None, None
+        return ctx.kernels.mix_backward(logits, res, grad, ctx.mixer), None, None
 
 
 class _Bound(NamedTuple):
@@ -204,10 +200,10 @@ class _Bound(NamedTuple):
         pass
 
 
-class _Positional(inspect.Signature):
-    """Of a function that is given all it takes, in its place.
+class _PositionalSignature(inspect.Signature):
+    """A signature whose `bind` assumes that every argument is given, by position.
 
-    torch asks for the signature in every call; working it out, and who gets what, takes longer than a small kernel.
+    torch asks for the signature in every call; working it out and binding to it takes longer than a small kernel.
     """
 
     def bind(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,4 +212,4 @@ class _Positional(inspect.Signature):
 
 for _function in (_Begin, _Finish, _Mix):
     _known = inspect.signature(_function.forward)
-    _function.forward.__signature__ = _Positional(list(_known.parameters.values()))  # type: ignore[union-attr]
+    _function.forward.__signature__ = _PositionalSignature(list(_known.parameters.values()))  # type: ignore[union-attr]

@@ -1,63 +1,230 @@
-"""Which implementation runs a site: by device and dtype, or as the user says."""
+"""What a backend is, which ones there are, and which one runs a site: by device and dtype, or as the user says.
+
+`Kernels` is what somebody who writes a fast backend implements: the operations on streams with backwards written by
+hand. `KernelBackend` (autograd.py) makes a `Backend` of it, which is what sites call; `naive` is one by itself.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from temper.ops import build, cpu, fused, naive, operators
-from temper.ops.plan import Plan
+from temper.ops import cpu, fused
+from temper.ops.autograd import KernelBackend
+from temper.ops.naive import Naive
+from temper.ops.plan import FoldedWeights, RawWeights, Routed, SiteSpec, State
 from temper.registry import unknown
 
 if TYPE_CHECKING:
     from temper.mixers.base import Mixer
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"cpu": cpu, "fused": fused, "naive": naive}
 VARIABLE = "TEMPER_BACKEND"
 
-# What `backend` asks for now; None leaves it to the device and the dtype.
+
+class Described(Protocol):
+    """What every backend says about itself.
+
+    Args:
+        name: what users call it.
+        scope: what it is chosen for, in a few words.
+    """
+
+    name: str
+    scope: str
+
+    def refusal(self, spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str | None:
+        """Why this backend cannot run a site on streams of this device, dtype and type; None if it can.
+
+        Called for every forward pass, and traced by torch.compile: cheap, and without a look at values.
+
+        Args:
+            asked: whether the user named this backend, instead of leaving the choice to us.
+        """
+
+    def unavailable(self) -> str | None:
+        """Why this backend cannot run anything on this machine; None if it can."""
+
+    def limits(self) -> Sequence[str]:
+        """Which sites it leaves to the next backend, each in a few words."""
+
+
+class Folding(Protocol):
+    """Folding by kernels. A backend without it gets weights that torch has folded, under autograd."""
+
+    def fold(self, raw: Sequence[Tensor], spec: SiteSpec, dtype: torch.dtype) -> FoldedWeights:
+        """The gain, generators, gates and biases folded together, for streams of this dtype.
+
+        Only called if `spec.generators` is not None and every tensor is as wide as the routing.
+        """
+
+    def fold_backward(
+        self, d_folded: FoldedWeights, raw: Sequence[Tensor], spec: SiteSpec, dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        """The gradients of the raw weights, in their order."""
+
+
+class Kernels(Described, Protocol):
+    """The operations on streams, forward and backward, for autograd.py to make differentiable.
+
+    Streams are contiguous (T, N, D); gradients may have any strides, zero included. T may be zero. What is None has no
+    gradient. Operations never write to what they are given, except `in_place`. Weights, z, norms, folded weights and
+    their gradients are float32, or float64 for float64 streams; everything else has the dtype of the streams, but y
+    and its gradient may have any floating-point dtype of their own.
+    """
+
+    @property
+    def folding(self) -> Folding | None:
+        """How to fold weights by kernels, if this backend does."""
+
+    def begin(self, streams_TND: Tensor, folded: FoldedWeights, spec: SiteSpec, mixer: Mixer) -> tuple[Tensor, Routed]:
+        """x (T, D), and the routing with what is saved for the backward."""
+
+    def begin_backward(
+        self,
+        grad_TND: Tensor | None,
+        d_x_TD: Tensor | None,
+        d_weights_TK: Tensor | None,
+        streams_TND: Tensor,
+        folded: FoldedWeights,
+        routed: Routed,
+        spec: SiteSpec,
+        mixer: Mixer,
+    ) -> tuple[Tensor, FoldedWeights]:
+        """The gradients of the streams and of the folded weights.
+
+        Args:
+            grad_TND: of the next streams, as `finish_backward` got it: it is multiplied by res^T here.
+        """
+
+    def finish(
+        self, streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, spec: SiteSpec, in_place: bool = False
+    ) -> Tensor:
+        """The next streams.
+
+        Args:
+            in_place: the streams may be overwritten, and then be what is returned.
+        """
+
+    def finish_backward(
+        self, grad_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, spec: SiteSpec
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of y and of the routing weights; the streams get theirs from `begin_backward`."""
+
+    def finish_begin(
+        self,
+        streams_TND: Tensor,
+        y_TD: Tensor,
+        weights_TK: Tensor,
+        folded: FoldedWeights,
+        spec: SiteSpec,
+        mixer: Mixer,
+        in_place: bool = False,
+    ) -> tuple[Tensor, Tensor, Routed]:
+        """`finish` of one site and `begin` of the next: the next streams, and x and the routing of the next site.
+
+        Args:
+            weights_TK: routing of the site that is finished.
+            folded, spec, mixer: of the site that begins, which has as many streams and features.
+        """
+
+    def finish_begin_backward(
+        self,
+        grad_TND: Tensor | None,
+        d_x_TD: Tensor | None,
+        d_next_weights_TK: Tensor | None,
+        next_TND: Tensor,
+        folded: FoldedWeights,
+        routed: Routed,
+        streams_TND: Tensor,
+        y_TD: Tensor,
+        weights_TK: Tensor,
+        spec: SiteSpec,
+        mixer: Mixer,
+    ) -> tuple[Tensor, FoldedWeights, Tensor, Tensor]:
+        """`begin_backward` of the later site, then `finish_backward` of the earlier one on what that gives.
+
+        Args:
+            grad_TND, d_x_TD, d_next_weights_TK, next_TND, folded, routed: as for `begin_backward` of the later site.
+            streams_TND, y_TD, weights_TK: as for `finish_backward` of the earlier site.
+
+        Returns:
+            The gradients of the next streams, of the folded weights, of y and of the earlier site's weights.
+        """
+
+    def mix(self, logits: Tensor, mixer: Mixer) -> Tensor:
+        """res (T, N, N) of logits (T, *logit_shape)."""
+
+    def mix_backward(self, logits: Tensor, res: Tensor, grad: Tensor, mixer: Mixer) -> Tensor:
+        """The gradient of the logits."""
+
+
+class Backend(Described, Protocol):
+    """The differentiable operations that a site calls, on streams with any leading dimensions."""
+
+    @property
+    def folding(self) -> Folding | None:
+        """How weights are folded, if not by torch; a site then passes `RawWeights`."""
+
+    def open_site(
+        self, streams: Tensor, weights: FoldedWeights | RawWeights, spec: SiteSpec, mixer: Mixer, group: int
+    ) -> tuple[Tensor, State]:
+        """The branch input (..., D), and the state that `close_site` takes.
+
+        Args:
+            group: save the streams of every `group`-th site for the backward pass and recompute the others; 0 saves
+                all.
+        """
+
+    def close_site(self, state: State, y: Tensor, in_place: bool) -> Tensor:
+        """The next streams (..., N, D)."""
+
+    def mix(self, logits: Tensor, mixer: Mixer) -> Tensor:
+        """res (..., N, N) of logits (..., *logit_shape)."""
+
+
+# In the order in which they are tried.
+BACKENDS: dict[str, Backend] = {"cpu": KernelBackend(cpu), "fused": KernelBackend(fused), "naive": Naive()}
+
+# The name that `use_backend` asks for; None leaves the choice to the device and the dtype.
 _asked: str | None = None
 
 
-def choose(streams: Tensor, plan: Plan, mixer: Mixer) -> ModuleType:
-    """The fastest implementation that can run this, of those that were asked for."""
+def choose(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> Backend:
+    """The first backend that serves these streams, from the one that was asked for on."""
     asked = _asked or os.environ.get(VARIABLE) or "auto"
-    if asked != "auto" and asked not in IMPLEMENTATIONS:
-        raise unknown(f"backend in {VARIABLE}", asked, ["auto", *IMPLEMENTATIONS])
-    if asked == "naive":
-        return naive
-    # float64 is for checking, where plain torch is easier to believe; the kernels have it for those who ask.
-    wants = (torch.float32, torch.bfloat16) if asked == "auto" else tuple(operators.STORED)
-    on_cpu = streams.device.type == "cpu" and streams.dtype in wants
-    if asked != "fused" and on_cpu and cpu.serves(plan, mixer, streams.dtype):
-        return cpu
-    return fused if fused.serves(plan, mixer, streams.dtype) else naive
+    if asked != "auto" and asked not in BACKENDS:
+        raise unknown(f"backend in {VARIABLE}", asked, ["auto", *BACKENDS])
+    is_reached = asked == "auto"
+    for name, backend in BACKENDS.items():
+        is_reached = is_reached or name == asked
+        if is_reached and backend.refusal(spec, mixer, streams, name == asked) is None:
+            return backend
+    raise AssertionError("naive runs everything")
 
 
 @contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Has every site inside the `with` run on one implementation, wherever that can do it.
+def use_backend(name: str) -> Iterator[None]:
+    """Runs every site inside the `with` on one backend, or on the next one that can where that cannot.
 
-        with temper.backend("naive"):
+        with temper.use_backend("naive"):
             model(tokens)
 
-    The backward pass runs where its forward pass did. The environment variable TEMPER_BACKEND says the same for
-    a whole process. For all threads, not only this one.
+    The backward pass runs where its forward pass did. The environment variable TEMPER_BACKEND does the same for a
+    whole process. Both hold for all threads.
 
     Args:
-        name: "cpu" (native kernels), "fused" (torch with backwards written by hand), "naive" (plain
-            torch, and the only one whose gradients can be differentiated again) or "auto".
+        name: "cpu" (native kernels), "fused" (torch with backwards written by hand), "naive" (plain torch, and the
+            only one whose gradients can be differentiated again) or "auto".
     """
     global _asked
-    if name != "auto" and name not in IMPLEMENTATIONS:
-        raise unknown("backend", name, ["auto", *IMPLEMENTATIONS])
+    if name != "auto" and name not in BACKENDS:
+        raise unknown("backend", name, ["auto", *BACKENDS])
     before = _asked
     _asked = name
     try:
@@ -67,13 +234,13 @@ def backend(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Backend:
-    """An implementation of the operations on streams.
+class BackendInfo:
+    """What a backend does here.
 
     Args:
-        available: whether it can run here.
+        available: whether it can run on this machine.
         serves: what it is chosen for.
-        lacks: what falls to the next one; or why it cannot run.
+        lacks: what it leaves to the next backend, or why it cannot run.
     """
 
     name: str
@@ -85,31 +252,11 @@ class Backend:
         return f"{self.name:6} {'yes' if self.available else 'no':4} {self.serves}; {self.lacks}"
 
 
-def backends() -> tuple[Backend, ...]:
-    """What can run here, the first that serves a site coming first: print(*temper.backends(), sep="\\n")."""
-    from temper.mixers import Mixer
-
-    known = {name: Mixer.named(name) for name in sorted(Mixer.members)}
-    slow = [name for name, mixer in known.items() if mixer.pull is Mixer.pull]
-    foreign = [name for name, mixer in known.items() if mixer.native is Mixer.native]
-    reason = build.why_not()
-    unfolded = 'sites with tanh gates or a per-stream norm ("hc")'
-    return (
-        Backend(
-            "cpu",
-            reason is None,
-            "float32 and bfloat16 streams on a CPU, by native kernels",
-            reason or f"falls back for {_list([unfolded, *foreign, 'sinkhorn with tol and eps at once'])}",
-        ),
-        Backend(
-            "fused",
-            True,
-            "every other device and dtype, in torch with backwards written by hand",
-            f"falls back for {_list([unfolded, *slow, 'sinkhorn with tol'])}",
-        ),
-        Backend("naive", True, "everything, in plain torch, with gradients of gradients", "the slowest"),
-    )
-
-
-def _list(things: list[str]) -> str:
-    return ", ".join(things)
+def list_backends() -> tuple[BackendInfo, ...]:
+    """Every backend, in the order in which they are tried: print(*temper.list_backends(), sep="\\n")."""
+    infos = []
+    for name, backend in BACKENDS.items():
+        reason, limits = backend.unavailable(), backend.limits()
+        lacks = f"falls back for {', '.join(limits)}" if limits else "falls back for nothing"
+        infos.append(BackendInfo(name, reason is None, backend.scope, reason or lacks))
+    return tuple(infos)

@@ -1,7 +1,7 @@
-"""The operations that touch streams, written plainly: the oracle for every faster path.
+"""A site in plain torch: the definition that every faster backend is compared to, and the only one for every form.
 
 Letters: N streams, M destination streams, D features, R bottleneck rows, K = N^2 + 2N routing weights of a token.
-Everything is computed in the dtype of the streams: widen them first. Autograd does the rest.
+The functions compute in the dtype of the streams: widen them first. Autograd does the rest.
 """
 
 from __future__ import annotations
@@ -10,31 +10,37 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from temper.ops.plan import Fold, Plan
+from temper.gates import Gates
+from temper.ops.plan import FoldedWeights, RawWeights, SiteSpec, State
+from temper.precision import widen
 
 if TYPE_CHECKING:
     from temper.mixers.base import Mixer
 
 
-def begin(streams: Tensor, fold: Fold, plan: Plan, mixer: Mixer) -> tuple[Tensor, Tensor]:
+def begin(streams: Tensor, folded: FoldedWeights, spec: SiteSpec, mixer: Mixer) -> tuple[Tensor, Tensor]:
     """x (..., D) and the routing weights (..., K) of streams (..., N, D)."""
-    mean = streams.square().mean((-2, -1), keepdim=True)
-    rstd = (mean.clamp_min(plan.norm_eps) if plan.norm_clamp else mean + plan.norm_eps).rsqrt()
-    rows = project(streams, fold.in_map, rstd).split(plan.rows, dim=-1)
-    maps = fold.out.split(plan.map_sizes)
-    biases = fold.bias.split(plan.logits_of)
-    logits = [
-        bias + (row if direct else row @ out.view(row.shape[-1], -1))
-        for row, out, bias, direct in zip(rows, maps, biases, plan.direct, strict=True)
+    gates = Gates.named(spec.gates)(spec.pre_eps)
+    mean = streams.square().mean(-1 if spec.norm_per_stream else (-2, -1), keepdim=True)
+    rstd = (mean.clamp_min(spec.norm_eps) if spec.norm_clamp else mean + spec.norm_eps).rsqrt()
+    rows = project(streams, folded.in_map, rstd).split(spec.rows, dim=-1)
+    maps = folded.out.split(spec.map_sizes)
+    dynamic = [
+        gates.squash(row if direct else row @ out.view(row.shape[-1], -1))
+        for row, out, direct in zip(rows, maps, spec.direct, strict=True)
     ]
-    pre, post = logits[0].sigmoid() + plan.pre_eps, 2 * logits[2].sigmoid()
-    weights = plan.pack(pre, mixer.mix(logits[1].unflatten(-1, mixer.logit_shape)), post)
-    return read(streams, pre), weights
+    if folded.scale is not None:
+        scales = folded.scale.split(spec.head_logits)
+        dynamic = [scale * value for scale, value in zip(scales, dynamic, strict=True)]
+    biases = folded.bias.split(spec.head_logits)
+    pre, res, post = (value + bias for value, bias in zip(dynamic, biases, strict=True))
+    pre, post = gates.pre(pre), gates.post(post)
+    return read(streams, pre), spec.pack(pre, mixer.mix(res.unflatten(-1, mixer.logit_shape)), post)
 
 
-def finish(streams: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+def finish(streams: Tensor, y: Tensor, weights: Tensor, spec: SiteSpec) -> Tensor:
     """The next streams (..., N, D)."""
-    _, res, post = plan.split(weights)
+    _, res, post = spec.split(weights)
     return write(streams, y, res, post)
 
 
@@ -60,3 +66,37 @@ def write(streams: Tensor, y: Tensor, res: Tensor, post: Tensor) -> Tensor:
     """H'[m] = sum_n res[m, n] H[n] + post[m] y: (..., N, D), (..., D), (..., M, N), (..., M) -> (..., M, D)."""
     dtype = streams.dtype
     return res.to(dtype) @ streams + post.to(dtype).unsqueeze(-1) * y.to(dtype).unsqueeze(-2)
+
+
+class Naive:
+    """The backend of the functions above."""
+
+    name = "naive"
+    scope = "everything, in plain torch, with gradients of gradients"
+    folding = None
+
+    def refusal(self, spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str | None:
+        return None
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def limits(self) -> list[str]:
+        return []
+
+    def open_site(
+        self, streams: Tensor, weights: FoldedWeights | RawWeights, spec: SiteSpec, mixer: Mixer, group: int
+    ) -> tuple[Tensor, State]:
+        assert isinstance(weights, FoldedWeights)
+        # One wide copy of half-precision streams serves routing, reading and mixing.
+        wide = widen(streams)
+        x, routing = begin(wide, weights, spec, mixer)
+        return x.to(streams.dtype), State(wide, streams.dtype, routing, spec, self)
+
+    def close_site(self, state: State, y: Tensor, in_place: bool) -> Tensor:
+        assert state.spec is not None
+        assert state.weights is not None
+        return finish(state.streams, y, state.weights, state.spec).to(state.dtype)
+
+    def mix(self, logits: Tensor, mixer: Mixer) -> Tensor:
+        return mixer.mix(logits)

@@ -1,59 +1,75 @@
-"""What an implementation is told about a site besides its tensors."""
+"""The data that sites and backends exchange: what a site looks like, its weights, and its state between two calls.
+
+Letters: T tokens, N streams, D features, R bottleneck rows, K = N^2 + 2N routing weights of a token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from temper.gates import Gates
 from temper.routing import Routing
 
+if TYPE_CHECKING:
+    from temper.ops.backend import Backend
+    from temper.ops.recompute import Origin
 
-class Fold(NamedTuple):
-    """The weights of a site as its operations want them: generators, gain and gates folded together.
+
+class FoldedWeights(NamedTuple):
+    """The weights of a site with generators, gain and gates folded together.
 
     Shape:
         in_map: (R, N, D), the rows of pre, res and post below each other.
-        out: flat; for each head that is not direct, (rows, logits).
+        out: flat; (rows, logits) of every head that is not direct.
         bias: flat; the logits of pre, res and post.
+        scale: flat, as `bias`; the gates of a site that squashes logits before it scales them, None elsewhere.
     """
 
     in_map: Tensor
     out: Tensor
     bias: Tensor
+    scale: Tensor | None = None
 
 
-# The generators of the native kernels, in the order of their codes.
-FORMS = ("dense", "cp", "tucker", "tt")
+class RawWeights(tuple[Tensor, ...]):
+    """The parameters of a site as they are stored: the gain, then generator, gate and bias of pre, res and post."""
 
 
-class Form(NamedTuple):
-    """A generator as the native kernels know it.
+# The generators that fold kernels know, in the order of their codes.
+GENERATOR_KINDS = ("dense", "cp", "tucker", "tt")
+
+
+class GeneratorSpec(NamedTuple):
+    """A generator as fold kernels know it.
 
     Args:
-        kind: one of FORMS.
+        kind: one of GENERATOR_KINDS.
         ranks: as many as the kind has.
     """
 
     kind: str
     ranks: tuple[int, ...] = ()
 
-    def numbers(self, out_modes: tuple[int, ...]) -> list[int]:
-        return [FORMS.index(self.kind), len(out_modes), *out_modes, *self.ranks]
+    def packed(self, out_modes: tuple[int, ...]) -> list[int]:
+        return [GENERATOR_KINDS.index(self.kind), len(out_modes), *out_modes, *self.ranks]
 
 
-# The mixers of the native kernels, in the order of their codes.
-KINDS = ("copy", "sinkhorn", "guarded", "newton", "permutations")
+# The mixers that kernels know, in the order of their codes.
+MIXER_KINDS = ("copy", "sinkhorn", "guarded", "newton", "permutations")
 
 
 @dataclass(frozen=True)
-class Native:
-    """A mixer as the native kernels know it.
+class MixerSpec:
+    """A mixer as kernels know it.
 
     Args:
-        kind: one of KINDS.
+        kind: one of MIXER_KINDS.
         factors: the sizes of a Kronecker product of permutation mixtures, the innermost first.
     """
 
@@ -65,59 +81,73 @@ class Native:
     factors: tuple[int, ...] = ()
 
 
+# What to call a site that only `naive` computes.
+NOT_STANDARD = 'sites with tanh gates or a per-stream norm ("hc")'
+
+
 @dataclass(frozen=True)
-class Plan:
-    """The sizes and constants of a site.
+class SiteSpec:
+    """The sizes and constants of a site: all that a backend must know besides tensors and the mixer module.
 
     Args:
-        rows: the bottleneck of pre, res and post.
-        direct: for each head, whether its bottleneck is its logits, without an output map.
-        logits: how many the mixer takes.
+        rows: bottleneck rows of pre, res and post.
+        direct: for each head, whether its bottleneck rows are its logits, without an output map.
+        num_logits: of the mixer.
         norm_eps, norm_clamp, pre_eps: as in `RouterConfig`.
-        native: the mixer for the native kernels; None where they do not know it.
-        form: the gain and the generators for the native kernels; None where they do not know one of them.
+        mixer: the mixer for kernels; None if they do not know it.
+        generators: the gain and the generators for fold kernels, packed; None if they do not know one of them.
+        gates: the registered name of the gates.
+        norm_per_stream: whether every stream is normed by itself.
+
+    Attributes:
+        is_standard: sigmoid gates and one norm per token: the only form that kernels compute.
+        head_logits: the number of logits of pre, res and post.
+        map_sizes: entries of each head's output map in `FoldedWeights.out`.
+        num_rows: R.
+        num_weights: K.
+        packed: integers and floats from which `from_packed` makes the spec again (without `generators`); operators
+            carry them, so that graphs can be saved.
     """
 
     num_streams: int
     dim: int
     rows: tuple[int, int, int]
     direct: tuple[bool, bool, bool]
-    logits: int
+    num_logits: int
     norm_eps: float
     norm_clamp: bool
     pre_eps: float
-    native: Native | None
-    form: tuple[int, ...] | None = None
-    # The plan as operators on streams carry it; `from_numbers` reads it back, without the form.
-    numbers: tuple[list[int], list[float]] = field(init=False, repr=False, compare=False)
+    mixer: MixerSpec | None
+    generators: tuple[int, ...] | None = None
+    gates: str = "sigmoid"
+    norm_per_stream: bool = False
+    # Computed once, because every call of every operation asks for them.
+    is_standard: bool = field(init=False, repr=False, compare=False)
+    head_logits: tuple[int, int, int] = field(init=False, repr=False, compare=False)
+    map_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    num_rows: int = field(init=False, repr=False, compare=False)
+    num_weights: int = field(init=False, repr=False, compare=False)
+    packed: tuple[list[int], list[float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Once: every call of every operator asks for them.
-        object.__setattr__(self, "numbers", self._count_up())
+        head_logits = (self.num_streams, self.num_logits, self.num_streams)
+        heads = zip(self.rows, head_logits, self.direct, strict=True)
+        derived = {
+            "is_standard": Gates.named(self.gates).fast and not self.norm_per_stream,
+            "head_logits": head_logits,
+            "map_sizes": tuple(0 if direct else rows * logits for rows, logits, direct in heads),
+            "num_rows": sum(self.rows),
+            "num_weights": self.num_streams**2 + 2 * self.num_streams,
+            "packed": self._pack_numbers(),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
-    def _count_up(self) -> tuple[list[int], list[float]]:
-        native = self.native or Native(KINDS[0])
-        whole = [self.num_streams, self.dim, *self.rows, *self.direct, self.logits, self.norm_clamp]
-        whole += [KINDS.index(native.kind), native.iters, native.last_columns, *native.factors]
-        return [int(number) for number in whole], [self.norm_eps, self.pre_eps, native.tol, native.eps]
-
-    @property
-    def logits_of(self) -> tuple[int, int, int]:
-        """The number of logits of each head."""
-        return self.num_streams, self.logits, self.num_streams
-
-    @property
-    def num_weights(self) -> int:
-        """Routing weights of a token: pre, res and post."""
-        return self.num_streams**2 + 2 * self.num_streams
-
-    @property
-    def map_sizes(self) -> list[int]:
-        """Entries of each head's output map in `Fold.out`."""
-        return [
-            0 if direct else rows * logits
-            for rows, logits, direct in zip(self.rows, self.logits_of, self.direct, strict=True)
-        ]
+    def _pack_numbers(self) -> tuple[list[int], list[float]]:
+        mixer = self.mixer or MixerSpec(MIXER_KINDS[0])
+        ints = [self.num_streams, self.dim, *self.rows, *self.direct, self.num_logits, self.norm_clamp]
+        ints += [MIXER_KINDS.index(mixer.kind), mixer.iters, mixer.last_columns, *mixer.factors]
+        return [int(number) for number in ints], [self.norm_eps, self.pre_eps, mixer.tol, mixer.eps]
 
     def split(self, weights: Tensor) -> Routing:
         """(..., K) -> pre (..., N), res (..., N, N), post (..., N)."""
@@ -130,14 +160,62 @@ class Plan:
         return torch.cat([pre, res.flatten(-2), post], dim=-1)
 
     @classmethod
-    def from_numbers(cls, whole: tuple[int, ...], real: tuple[float, ...]) -> Plan:
-        num_streams, dim, a, b, c, direct_a, direct_b, direct_c, logits, clamp, kind, iters, last, *factors = whole
-        norm_eps, pre_eps, tol, eps = real
-        native = Native(KINDS[kind], iters, bool(last), tol, eps, tuple(factors))
-        direct = (bool(direct_a), bool(direct_b), bool(direct_c))
-        return cls(num_streams, dim, (a, b, c), direct, logits, norm_eps, bool(clamp), pre_eps, native)
+    def from_packed(cls, ints: Sequence[int], floats: Sequence[float]) -> SiteSpec:
+        """The spec that was packed; standard, as operators take no other."""
+        return _from_packed(tuple(ints), tuple(floats))
 
     @classmethod
-    def of_mixer(cls, num_streams: int, logits: int, native: Native | None) -> Plan:
-        """For a mixer by itself."""
-        return cls(num_streams, 1, (0, 0, 0), (True, True, True), logits, 0.0, False, 0.0, native)
+    def of_mixer(cls, num_streams: int, num_logits: int, mixer: MixerSpec | None) -> SiteSpec:
+        """The spec of a mixer by itself."""
+        return cls(num_streams, 1, (0, 0, 0), (True, True, True), num_logits, 0.0, False, 0.0, mixer)
+
+
+@lru_cache(maxsize=1024)
+def _from_packed(ints: tuple[int, ...], floats: tuple[float, ...]) -> SiteSpec:
+    num_streams, dim, a, b, c, direct_a, direct_b, direct_c, logits, clamp, kind, iters, last, *factors = ints
+    norm_eps, pre_eps, tol, eps = floats
+    mixer = MixerSpec(MIXER_KINDS[kind], iters, bool(last), tol, eps, tuple(factors))
+    direct = (bool(direct_a), bool(direct_b), bool(direct_c))
+    return SiteSpec(num_streams, dim, (a, b, c), direct, logits, norm_eps, bool(clamp), pre_eps, mixer)
+
+
+class Routed(NamedTuple):
+    """The routing of T tokens, and what the backward of `begin` wants to have saved with it.
+
+    Shape:
+        weights: (T, K), float32 or float64: pre, res row by row, post.
+        z: (T, R), the bottleneck before the norm.
+        norms: (T, 2), rstd and the factor of H in the gradient of rstd.
+    """
+
+    weights: Tensor
+    z: Tensor
+    norms: Tensor
+
+
+class State(NamedTuple):
+    """What `begin` leaves for `finish`.
+
+    Args:
+        streams: (..., N, D); `naive` keeps them in the precision of the routing, all others as they came.
+        dtype: of the streams as they came.
+        weights: the routing weights, (T, K) or (..., K); None at a residual site.
+        spec, backend: of the site; None at a residual one.
+        link: carries the gradient of the next streams back to `begin`; None if autograd does not need it.
+        origin: how to recompute the streams, if they are not saved for the backward pass.
+    """
+
+    streams: Tensor
+    dtype: torch.dtype
+    weights: Tensor | None = None
+    spec: SiteSpec | None = None
+    backend: Backend | None = None
+    link: Tensor | None = None
+    origin: Origin | None = None
+
+    @property
+    def routing(self) -> Routing | None:
+        """How the streams are read, mixed and written, in full precision; None at a residual site."""
+        if self.spec is None or self.weights is None:
+            return None
+        return self.spec.split(self.weights.view(*self.streams.shape[:-2], self.spec.num_weights))

@@ -91,8 +91,7 @@ def _fallback(case: Case, width: int) -> str | None:
     with torch.device("meta"):
         site = case.site(width)
     assert case.backend is not None
-    # A site without a plan is of a form that only plain torch knows.
-    ran = "naive" if site.plan is None else runs_on(case.backend, torch.empty(1, case.streams, width), site)
+    ran = runs_on(case.backend, torch.empty(1, case.streams, width), site)
     return None if ran == case.backend else f"the backend {case.backend} leaves this to {ran}"
 
 
@@ -100,9 +99,8 @@ def runs_on(name: str, tensor: Tensor, part: Any) -> str:
     """The backend that runs a site or a mixer when this one is asked for.
 
     Args:
-        part: has a plan, and is a mixer or has one.
+        part: a site or a mixer.
     """
-    plan, mixer = (part.plan(), part) if isinstance(part, temper.Mixer) else (part.plan, part.mixer)
-    with temper.backend(name):
-        chosen = backend.choose(tensor, plan, mixer)
-    return next(known for known, module in backend.IMPLEMENTATIONS.items() if module is chosen)
+    spec, mixer = (part.site_spec(), part) if isinstance(part, temper.Mixer) else (part.spec, part.mixer)
+    with temper.use_backend(name):
+        return backend.choose(tensor, spec, mixer).name

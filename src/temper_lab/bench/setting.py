@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import temper
-from temper.ops.backend import IMPLEMENTATIONS
+from temper.ops.backend import BACKENDS
 from temper.registry import unknown
 
 PARTS = ("pair", "growth", "step", "recompute", "sinkhorn")
@@ -41,7 +41,7 @@ class Setting:
                     raise ValueError(f"--{field.name} is empty; expected at least one")
                 # In the order given, each once.
                 object.__setattr__(self, field.name, tuple(dict.fromkeys(value)))
-        for name, known in (("methods", temper.PRESETS), ("backends", IMPLEMENTATIONS), ("parts", PARTS)):
+        for name, known in (("methods", temper.PRESETS), ("backends", BACKENDS), ("parts", PARTS)):
             for value in getattr(self, name):
                 if value not in known:
                     raise unknown(name.removesuffix("s"), value, known)

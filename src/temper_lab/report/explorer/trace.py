@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import temper
-from temper.diagnostics import TokenReport
+from temper.observe import TokenReport
 from temper_lab.model import GPT
 from temper_lab.model.loss import chunked_cross_entropy
 from temper_lab.tokenizer import BOS, Tokenizer

@@ -21,13 +21,13 @@ def solve(logits_NNT: Tensor, iters: int) -> Tensor:
     return kernel * rows[-1] * columns[-1]
 
 
-def pull(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
+def vjp(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
     """The gradient of the logits from that of res.
 
     In logit space a normalisation takes P times the sum of the gradient from the gradient; every P is made again.
     """
     if not _can_scale(logits_NNT):
-        return _pull_by_logs(logits_NNT, grad_NNT, iters)
+        return _vjp_by_logs(logits_NNT, grad_NNT, iters)
     kernel, rows, columns = _scale(logits_NNT, iters)
     carry = kernel * rows[-1] * columns[-1] * grad_NNT
     for k in range(iters, 0, -1):
@@ -66,7 +66,7 @@ def _rounds(value: Tensor, iters: int) -> list[Tensor]:
     return steps
 
 
-def _pull_by_logs(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
+def _vjp_by_logs(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
     steps = _rounds(logits_NNT, iters)
     carry = steps[-1].exp() * grad_NNT
     for k in range(2 * iters - 1, -1, -1):
@@ -79,7 +79,7 @@ def solve_guarded(logits_NNT: Tensor, iters: int, eps: float) -> Tensor:
     return _guarded_rounds(logits_NNT, iters, eps)[0][-1]
 
 
-def pull_guarded(logits_NNT: Tensor, grad_NNT: Tensor, iters: int, eps: float) -> Tensor:
+def vjp_guarded(logits_NNT: Tensor, grad_NNT: Tensor, iters: int, eps: float) -> Tensor:
     """The gradient of the logits: Q / (sum Q + eps) = P has dQ = (dP - sum dP P) / (sum Q + eps)."""
     values, sums, axes = _guarded_rounds(logits_NNT, iters, eps)
     carry = grad_NNT

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from temper.mixers.base import Growth, Mixer, copy_map
-from temper.ops import newton
-from temper.ops import sinkhorn as scaling
-from temper.ops.plan import Native
+from temper.mixers.sinkhorn import newton, scaling
+from temper.ops.plan import MixerSpec
 from temper.registry import unknown
 
 # Sums over this axis of res (..., M, N) are the row sums, or the column sums.
@@ -122,7 +121,7 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         """The axis that is exact as rows, and back."""
         return matrix if self.last == "rows" else matrix.mT
 
-    def solve(self, logits: Tensor) -> Tensor:
+    def forward_fast(self, logits: Tensor) -> Tensor:
         if self.method == "newton":
             return self._turn(newton.solve(self._turn(logits), self.iters, self._tol(logits.dtype)))
         tokens_last = self._turn(logits).movedim(0, -1)
@@ -132,18 +131,18 @@ class Sinkhorn(Mixer, name="sinkhorn"):
             res = scaling.solve(tokens_last.contiguous(), self.iters)
         return self._turn(res.movedim(-1, 0))
 
-    def pull(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
+    def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
         if self.method == "newton":
-            return self._turn(newton.pull(self._turn(res), self._turn(grad)))
+            return self._turn(newton.vjp(self._turn(res), self._turn(grad)))
         tokens_last, slope = (self._turn(tensor).movedim(0, -1).contiguous() for tensor in (logits, grad))
         if self.eps:
-            pulled = scaling.pull_guarded(tokens_last, slope, self.iters, self.eps)
+            pulled = scaling.vjp_guarded(tokens_last, slope, self.iters, self.eps)
         else:
-            pulled = scaling.pull(tokens_last, slope, self.iters)
+            pulled = scaling.vjp(tokens_last, slope, self.iters)
         return self._turn(pulled.movedim(-1, 0))
 
     @property
-    def has_pull(self) -> bool:
+    def has_vjp(self) -> bool:
         return self.method == "newton" or self.tol is None
 
     def lipschitz(self) -> float:
@@ -163,11 +162,11 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         near = Sinkhorn(self.num_streams, iters=self.iters, last=self.last).mix(logits) if self.eps else res
         return self._turn(near), torch.linalg.matrix_norm(res - near)
 
-    def native(self) -> Native | None:
+    def native(self) -> MixerSpec | None:
         if self.eps and self.tol is not None:
             return None
         kind = "newton" if self.method == "newton" else "guarded" if self.eps else "sinkhorn"
-        return Native(kind, iters=self.iters, last_columns=self.last == "columns", tol=self.tol or 0.0, eps=self.eps)
+        return MixerSpec(kind, iters=self.iters, last_columns=self.last == "columns", tol=self.tol or 0.0, eps=self.eps)
 
     def _guarded_round(self, value: Tensor, first: int, last: int, index: int) -> Tensor:
         start = index == 0
@@ -203,4 +202,4 @@ class _Limit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (limit,) = ctx.saved_tensors
-        return newton.pull(limit, grad), None, None
+        return newton.vjp(limit, grad), None, None

@@ -50,7 +50,7 @@ def find(logits: Tensor, iters: int, tol: float) -> Tensor:
     return shift
 
 
-def pull(res: Tensor, grad: Tensor) -> Tensor:
+def vjp(res: Tensor, grad: Tensor) -> Tensor:
     """The gradient of the logits from that of the limit, by the implicit function theorem: (..., N, N)."""
     part = res * grad
     left, right = part.sum(-1), part.sum(-2)
