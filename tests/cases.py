@@ -1,4 +1,4 @@
-"""One site's operations with random inputs, run by an implementation and by plain autograd in float64."""
+"""One site's operations with random inputs, run by kernels and by plain autograd in float64."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from torch import Tensor
 import temper
 from temper.mixers import Mixer
 from temper.ops import naive
-from temper.ops.plan import Fold, Plan
+from temper.ops.plan import FoldedWeights, SiteSpec
 
 # Every form of mixing that the kernels know, by a name for the test ids.
 MIXERS = {
@@ -30,9 +30,9 @@ MIXERS = {
 class Case:
     """What a site is given in the forward pass (to y), and in the backward pass (the rest)."""
 
-    plan: Plan
+    spec: SiteSpec
     mixer: Mixer
-    fold: Fold
+    folded: FoldedWeights
     streams: Tensor
     y: Tensor
     grad: Tensor | None
@@ -60,53 +60,56 @@ def make(
     site = temper.HyperConnection(
         temper.preset("mhc", num_streams=num_streams, dim=dim, generator=generator, mixer=options, **config)
     )
-    plan, source = site.plan, torch.Generator().manual_seed(seed)
+    spec, source = site.spec, torch.Generator().manual_seed(seed)
     wide = torch.promote_types(dtype, torch.float32)
 
     def normal(*shape, scale=1.0, dtype=wide):
         return (scale * torch.randn(shape, generator=source, dtype=torch.float64)).to(dtype)
 
-    fold = Fold(
-        normal(sum(plan.rows), num_streams, dim, scale=(num_streams * dim) ** -0.5),
-        normal(sum(plan.map_sizes), scale=0.7),
-        normal(sum(plan.logits_of)),
+    folded = FoldedWeights(
+        normal(spec.num_rows, num_streams, dim, scale=(num_streams * dim) ** -0.5),
+        normal(sum(spec.map_sizes), scale=0.7),
+        normal(sum(spec.head_logits)),
     )
     shape = (tokens, num_streams, dim)
     return Case(
-        plan,
+        spec,
         site.mixer,
-        fold,
+        folded,
         streams=normal(*shape, dtype=dtype),
         y=normal(tokens, dim, dtype=y_dtype or dtype),
         grad=normal(*shape, dtype=dtype),
         d_x=normal(tokens, dim, dtype=dtype),
-        d_weights=normal(tokens, plan.num_weights),
+        d_weights=normal(tokens, spec.num_weights),
     )
 
 
-def run(implementation, case):
+def run(kernels, case):
     """Everything that the operations give, by name; gradients come from the backwards written by hand."""
-    plan, mixer = case.plan, case.mixer
-    x, weights, z, norms = implementation.begin(case.streams, case.fold, plan, mixer)
-    results = {"x": x, "weights": weights, "next": implementation.finish(case.streams, case.y, weights, plan)}
+    spec, mixer = case.spec, case.mixer
+    x, routed = kernels.begin(case.streams, case.folded, spec, mixer)
+    weights = routed.weights
+    results = {"x": x, "weights": weights, "next": kernels.finish(case.streams, case.y, weights, spec)}
     d_weights = case.d_weights
     if case.grad is not None:
-        results["d_y"], through = implementation.finish_backward(case.grad, case.streams, case.y, weights, plan)
+        results["d_y"], through = kernels.finish_backward(case.grad, case.streams, case.y, weights, spec)
         d_weights = through if d_weights is None else d_weights + through
-    d_streams, d_fold = implementation.begin_backward(
-        case.grad, case.d_x, d_weights, case.streams, case.fold, weights, z, norms, plan, mixer
+    d_streams, d_folded = kernels.begin_backward(
+        case.grad, case.d_x, d_weights, case.streams, case.folded, routed, spec, mixer
     )
-    return results | {"d_streams": d_streams} | {f"d_{name}": value for name, value in d_fold._asdict().items()}
+    names = ("d_in_map", "d_out", "d_bias")
+    return results | {"d_streams": d_streams} | dict(zip(names, d_folded[:3], strict=True))
 
 
 def expected(case):
     """The same from the definition, differentiated by autograd, in float64."""
-    streams, y, *fold = (tensor.double().requires_grad_() for tensor in (case.streams, case.y, *case.fold))
-    x, weights = naive.begin(streams, Fold(*fold), case.plan, case.mixer)
-    following = naive.finish(streams, y, weights, case.plan)
+    tensors = (case.streams, case.y, *case.folded[:3])
+    streams, y, *folded = (tensor.double().requires_grad_() for tensor in tensors)
+    x, weights = naive.begin(streams, FoldedWeights(*folded), case.spec, case.mixer)
+    following = naive.finish(streams, y, weights, case.spec)
     pairs = [(following, case.grad), (x, case.d_x), (weights, case.d_weights)]
     used = [(output, cotangent.double()) for output, cotangent in pairs if cotangent is not None]
-    leaves = [streams, y, *fold]
+    leaves = [streams, y, *folded]
     outputs, cotangents = zip(*used, strict=True)
     gradients = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
     gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from temper.ops.fused import Begun
 from temper.ops.gpu import tiles
-from temper.ops.plan import Fold, Native, Plan
+from temper.ops.plan import FoldedWeights, MixerSpec, Routed, SiteSpec
 
 MAX_STREAMS = 16
 # 6! permutations; the code for 7! would take minutes to compile and would not stay in registers.
@@ -30,6 +29,8 @@ CHUNK = 2048
 ENOUGH = 528
 # Rows of the maps that one product takes at most.
 MAX_ROWS = 64
+# Rows that a backward product takes: it has to hold them for all streams at once.
+ROWS_BACK = 16
 # Entries in a row of the table of permutations, as in `kernels.mixers`.
 WIDTH = 8
 
@@ -103,7 +104,7 @@ def _exact(dtype: torch.dtype, target: str) -> str:
 class _Site(NamedTuple):
     """What every launch of a site needs."""
 
-    plan: Plan
+    spec: SiteSpec
     tokens: int
     padded: int
     half: bool
@@ -112,23 +113,19 @@ class _Site(NamedTuple):
     target: str
 
     @classmethod
-    def of(cls, streams: Tensor, wide: torch.dtype, plan: Plan) -> _Site:
+    def of(cls, streams: Tensor, wide: torch.dtype, spec: SiteSpec) -> _Site:
         target = tiles.target_of(streams.device)
         exact = _exact(streams.dtype, target)
         half = streams.dtype == torch.bfloat16
-        return cls(plan, len(streams), power(plan.num_streams, 2), half, wide, exact, target)
+        return cls(spec, len(streams), power(spec.num_streams, 2), half, wide, exact, target)
 
     def tile(self, name: str) -> tiles.Tile:
         return tiles.tile(name, self.padded, self.target, not self.half)
 
     @property
-    def rows(self) -> int:
-        return sum(self.plan.rows)
-
-    @property
     def row_block(self) -> int:
         """Rows of the maps in one product."""
-        return min(MAX_ROWS, power(self.rows, 16))
+        return min(MAX_ROWS, power(self.spec.num_rows, 16))
 
     def run(
         self, kernel: str, grid: tuple[int, ...], tile: tiles.Tile, arguments: dict[str, Any], reads: Any = None
@@ -137,23 +134,23 @@ class _Site(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _heads(plan: Plan) -> dict[str, tuple[Any, ...]]:
+def _heads(spec: SiteSpec) -> dict[str, tuple[Any, ...]]:
     """The constants of heads; see `kernels.routing`."""
     heads, row, place, logit = [], 0, 0, 0
-    parts = zip(plan.rows, plan.direct, plan.logits_of, plan.map_sizes, strict=True)
+    parts = zip(spec.rows, spec.direct, spec.head_logits, spec.map_sizes, strict=True)
     for rows, direct, count, size in parts:
         heads.append((row, rows, place, logit, count, direct))
         row, place, logit = row + rows, place + size, logit + count
-    padded = tuple(1 if direct else power(rows) for rows, direct in zip(plan.rows, plan.direct, strict=True))
+    padded = tuple(1 if direct else power(rows) for rows, direct in zip(spec.rows, spec.direct, strict=True))
     return {"PRE": heads[0], "RES": heads[1], "POST": heads[2], "RP": padded}
 
 
 @lru_cache(maxsize=1024)
-def _mixer(plan: Plan, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def _mixer(spec: SiteSpec, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     """The constants of the mixer; see `kernels.mixers`."""
-    native = plan.native
+    native = spec.mixer
     assert native is not None
-    n, count = plan.num_streams, plan.logits
+    n, count = spec.num_streams, spec.num_logits
     matrix = count == n * n and not native.factors and count > 0
     padded = power(n, 2) ** 2 if matrix else power(count)
     tol = native.tol or (0.0 if native.kind != "newton" else 2e-6 if dtype == torch.float32 else 1e-12)
@@ -179,9 +176,9 @@ def _table(factors: tuple[int, ...], device: torch.device) -> Tensor | None:
     return torch.tensor(rows, dtype=torch.int8, device=device)
 
 
-def _routed(kernel: str, site: _Site, native: Native, device: torch.device) -> tuple[tiles.Tile, Tensor | None, dict[str, Any]]:
+def _routed(kernel: str, site: _Site, native: MixerSpec, device: torch.device) -> tuple[tiles.Tile, Tensor | None, dict[str, Any]]:
     """The tile of a kernel with a mixer in it, the mixer's table and its constants."""
-    constants = _mixer(site.plan, site.wide)
+    constants = _mixer(site.spec, site.wide)
     tile, logits = site.tile(kernel), constants["MIXER"][1]
     if logits > site.padded**2:
         # Many permutations: fewer tokens at once.
@@ -201,57 +198,58 @@ def _maps(in_map: Tensor, site: _Site) -> Tensor:
     return parts
 
 
-def begin(streams: Tensor, fold: Fold, plan: Plan) -> Begun:
-    """x, the routing weights and what is kept for the backward."""
+def begin(streams: Tensor, folded: FoldedWeights, spec: SiteSpec) -> tuple[Tensor, Routed]:
+    """x, and the routing with what is saved for the backward."""
     streams = streams.contiguous()
-    site = _Site.of(streams, fold.bias.dtype, plan)
-    tokens, features = len(streams), plan.num_streams * plan.dim
-    maps = _maps(fold.in_map, site)
+    site = _Site.of(streams, folded.bias.dtype, spec)
+    tokens, features = len(streams), spec.num_streams * spec.dim
+    maps = _maps(folded.in_map, site)
     splits, tile = cdiv(features, CHUNK), site.tile("project")
-    parts, squares = fold.bias.new_empty(splits, tokens, site.rows), fold.bias.new_empty(splits, tokens)
+    parts, squares = folded.bias.new_empty(splits, tokens, spec.num_rows), folded.bias.new_empty(splits, tokens)
     arguments = {"streams": streams, "maps": maps, "z": parts, "squares": squares}
-    arguments |= {"T": tokens, "R": site.rows, "F": features, "CHUNK": CHUNK, "HALF": site.half, "WIDE": site.wide}
+    arguments |= {"T": tokens, "R": spec.num_rows, "F": features, "CHUNK": CHUNK, "HALF": site.half, "WIDE": site.wide}
     arguments |= {"EXACT": site.exact, "BT": tile.tokens, "BF": tile.features, "RP": site.row_block}
-    row_blocks = cdiv(site.rows, site.row_block)
+    row_blocks = cdiv(spec.num_rows, site.row_block)
     if tokens:
         grid = (cdiv(tokens, tile.tokens), splits, row_blocks)
         site.run("project", grid, tile, arguments, {"streams": row_blocks})
-    return _route(streams, parts, squares, fold, site)
+    return _route(streams, parts, squares, folded, site)
 
 
-def _route(streams: Tensor, parts: Tensor, squares: Tensor, fold: Fold, site: _Site) -> Begun:
+def _route(streams: Tensor, parts: Tensor, squares: Tensor, folded: FoldedWeights, site: _Site) -> tuple[Tensor, Routed]:
     """The second half of `begin`, from what was projected."""
-    plan, tokens = site.plan, len(streams)
-    new, native = fold.bias.new_empty, plan.native
+    spec, tokens = site.spec, len(streams)
+    new, native = folded.bias.new_empty, spec.mixer
     assert native is not None
-    begun = Begun(streams.new_empty(tokens, plan.dim), new(tokens, plan.num_weights), new(tokens, site.rows), new(tokens, 2))
+    x = streams.new_empty(tokens, spec.dim)
+    routed = Routed(new(tokens, spec.num_weights), new(tokens, spec.num_rows), new(tokens, 2))
     if not tokens:
-        return begun
+        return x, routed
     tile, table, constants = _routed("route", site, native, streams.device)
-    arguments = {"parts": parts, "squares": squares, "out": fold.out.contiguous(), "bias": fold.bias.contiguous()}
-    arguments |= {"table": table, "z": begun.z, "norms": begun.norms, "weights": begun.weights}
-    arguments |= {"T": tokens, "S": len(parts), "R": site.rows, "F": plan.num_streams * plan.dim}
-    arguments |= {"NORM_EPS": plan.norm_eps, "CLAMP": plan.norm_clamp, "PRE_EPS": plan.pre_eps}
-    arguments |= {**_heads(plan), "SOLVE": native.kind, **constants}
-    arguments |= {"N": plan.num_streams, "NP": site.padded, "WIDE": site.wide, "BT": tile.tokens}
+    arguments = {"parts": parts, "squares": squares, "out": folded.out.contiguous(), "bias": folded.bias.contiguous()}
+    arguments |= {"table": table, "z": routed.z, "norms": routed.norms, "weights": routed.weights}
+    arguments |= {"T": tokens, "S": len(parts), "R": spec.num_rows, "F": spec.num_streams * spec.dim}
+    arguments |= {"NORM_EPS": spec.norm_eps, "CLAMP": spec.norm_clamp, "PRE_EPS": spec.pre_eps}
+    arguments |= {**_heads(spec), "SOLVE": native.kind, **constants}
+    arguments |= {"N": spec.num_streams, "NP": site.padded, "WIDE": site.wide, "BT": tile.tokens}
     site.run("route", (cdiv(tokens, tile.tokens),), tile, arguments)
     tile = site.tile("read")
-    arguments = {"streams": streams, "weights": begun.weights, "x": begun.x, "T": tokens, "D": plan.dim}
-    arguments |= {"N": plan.num_streams, "WIDE": site.wide, "BT": tile.tokens, "BD": tile.features}
-    site.run("read", (cdiv(tokens, tile.tokens), cdiv(plan.dim, tile.features)), tile, arguments)
-    return begun
+    arguments = {"streams": streams, "weights": routed.weights, "x": x, "T": tokens, "D": spec.dim}
+    arguments |= {"N": spec.num_streams, "WIDE": site.wide, "BT": tile.tokens, "BD": tile.features}
+    site.run("read", (cdiv(tokens, tile.tokens), cdiv(spec.dim, tile.features)), tile, arguments)
+    return x, routed
 
 
-def finish(target: Tensor, streams: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> None:
+def finish(target: Tensor, streams: Tensor, y: Tensor, weights: Tensor, spec: SiteSpec) -> None:
     """The next streams into `target`, which may be the streams."""
     streams, y, weights = streams.contiguous(), y.contiguous(), weights.contiguous()
     if not len(streams):
         return
-    site = _Site.of(streams, weights.dtype, plan)
+    site = _Site.of(streams, weights.dtype, spec)
     tile = site.tile("write")
-    arguments = {"streams": streams, "y": y, "weights": weights, "out": target, "T": len(streams), "D": plan.dim}
-    arguments["N"] = plan.num_streams
-    grid = (cdiv(len(streams), tile.tokens), cdiv(plan.dim, tile.features))
+    arguments = {"streams": streams, "y": y, "weights": weights, "out": target, "T": len(streams), "D": spec.dim}
+    arguments["N"] = spec.num_streams
+    grid = (cdiv(len(streams), tile.tokens), cdiv(spec.dim, tile.features))
     if site.padded <= 8:
         arguments |= {"WIDE": site.wide, "BT": tile.tokens, "BD": tile.features}
         site.run("write", grid, tile, arguments)
@@ -260,16 +258,16 @@ def finish(target: Tensor, streams: Tensor, y: Tensor, weights: Tensor, plan: Pl
         site.run("write_rows", grid, tile, arguments | {"BT": tile.tokens, "BD": tile.features})
 
 
-def finish_backward(grad: Tensor, streams: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def finish_backward(grad: Tensor, streams: Tensor, y: Tensor, weights: Tensor, spec: SiteSpec) -> tuple[Tensor, Tensor]:
     """The gradients of y and of the routing weights."""
     grad, streams, y, weights = (tensor.contiguous() for tensor in (grad, streams, y, weights))
     d_y, d_weights = torch.empty_like(y), torch.empty_like(weights)
     if not len(streams):
         return d_y, d_weights
-    site = _Site.of(streams, weights.dtype, plan)
+    site = _Site.of(streams, weights.dtype, spec)
     tile = site.tile("write_backward")
     arguments = {"grad": grad, "streams": streams, "y": y, "weights": weights, "d_y": d_y, "d_weights": d_weights}
-    arguments |= {"T": len(streams), "D": plan.dim, "N": plan.num_streams}
+    arguments |= {"T": len(streams), "D": spec.dim, "N": spec.num_streams}
     grid = (cdiv(len(streams), tile.tokens),)
     if site.padded <= 4:
         arguments |= {"WIDE": site.wide, "BT": tile.tokens, "BD": tile.features}
@@ -285,90 +283,86 @@ def begin_backward(
     d_x: Tensor | None,
     d_weights: Tensor | None,
     streams: Tensor,
-    fold: Fold,
-    weights: Tensor,
-    z: Tensor,
-    norms: Tensor,
-    plan: Plan,
-) -> tuple[Tensor, Fold]:
+    folded: FoldedWeights,
+    routed: Routed,
+    spec: SiteSpec,
+) -> tuple[Tensor, FoldedWeights]:
     """The gradients of the streams and of the folded weights."""
-    streams, weights, z, norms = (tensor.contiguous() for tensor in (streams, weights, z, norms))
+    streams, routed = streams.contiguous(), Routed(*(tensor.contiguous() for tensor in routed))
     d_streams = torch.empty_like(streams)
     if not len(streams):
-        return d_streams, Fold(*(torch.zeros_like(part) for part in fold))
-    site = _Site.of(streams, fold.bias.dtype, plan)
+        return d_streams, FoldedWeights(*(torch.zeros_like(part) for part in folded[:3]))
+    site = _Site.of(streams, folded.bias.dtype, spec)
     d_x = None if d_x is None else d_x.contiguous()
-    d_logits, d_z, own = _route_backward(d_x, d_weights, streams, fold, weights, z, norms, site)
+    d_logits, d_z, own = _route_backward(d_x, d_weights, streams, folded, routed, site)
     tile = site.tile("streams_backward")
     arguments = {"grad": None if grad is None else grad.contiguous(), "d_x": d_x, "d_z": d_z, "own": own}
-    arguments |= {"streams": streams, "maps": _maps(fold.in_map, site), "weights": weights, "d_streams": d_streams}
-    arguments |= {"T": len(streams), "D": plan.dim, "R": site.rows}
-    arguments |= {"HAS_GRAD": grad is not None, "HAS_X": d_x is not None, "N": plan.num_streams, "NP": site.padded}
+    arguments |= {"streams": streams, "maps": _maps(folded.in_map, site), "weights": routed.weights, "d_streams": d_streams}
+    arguments |= {"T": len(streams), "D": spec.dim, "R": spec.num_rows}
+    arguments |= {"HAS_GRAD": grad is not None, "HAS_X": d_x is not None, "N": spec.num_streams, "NP": site.padded}
     arguments |= {"HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
-    arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": site.row_block}
-    grid = (cdiv(len(streams), tile.tokens), cdiv(plan.dim, tile.features))
+    arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": ROWS_BACK}
+    grid = (cdiv(len(streams), tile.tokens), cdiv(spec.dim, tile.features))
     site.run("streams_backward", grid, tile, arguments)
-    return d_streams, _fold_gradients(d_logits, d_z, streams, fold, z, norms, site)
+    return d_streams, _fold_gradients(d_logits, d_z, streams, folded, routed, site)
 
 
 def _route_backward(
     d_x: Tensor | None,
     d_weights: Tensor | None,
     streams: Tensor,
-    fold: Fold,
-    weights: Tensor,
-    z: Tensor,
-    norms: Tensor,
+    folded: FoldedWeights,
+    routed: Routed,
     site: _Site,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_logits (T, L), d_z (T, R) and the factor of the streams in their own gradient (T)."""
-    plan, tokens, new = site.plan, len(streams), fold.bias.new_empty
-    native = plan.native
+    spec, tokens, new = site.spec, len(streams), folded.bias.new_empty
+    native = spec.mixer
     assert native is not None
     d_pre = None
     if d_x is not None:
-        d_pre, tile = new(tokens, plan.num_streams), site.tile("read_backward")
-        arguments: dict[str, Any] = {"d_x": d_x, "streams": streams, "d_pre": d_pre, "T": tokens, "D": plan.dim}
-        arguments |= {"N": plan.num_streams, "WIDE": site.wide, "BT": tile.tokens, "BD": tile.features}
+        d_pre, tile = new(tokens, spec.num_streams), site.tile("read_backward")
+        arguments: dict[str, Any] = {"d_x": d_x, "streams": streams, "d_pre": d_pre, "T": tokens, "D": spec.dim}
+        arguments |= {"N": spec.num_streams, "WIDE": site.wide, "BT": tile.tokens, "BD": tile.features}
         site.run("read_backward", (cdiv(tokens, tile.tokens),), tile, arguments)
-    d_logits, d_z, own = new(tokens, sum(plan.logits_of)), torch.empty_like(z), new(tokens)
+    d_logits, d_z, own = new(tokens, sum(spec.head_logits)), torch.empty_like(routed.z), new(tokens)
     tile, table, constants = _routed("route_backward", site, native, streams.device)
     arguments = {"d_weights": None if d_weights is None else d_weights.contiguous(), "d_pre": d_pre}
-    arguments |= {"weights": weights, "z": z, "norms": norms, "out": fold.out.contiguous()}
-    arguments |= {"bias": fold.bias.contiguous(), "table": table, "d_logits": d_logits, "d_z": d_z, "own": own}
-    arguments |= {"T": tokens, "R": site.rows, "HAS_WEIGHTS": d_weights is not None, "HAS_X": d_x is not None}
-    arguments |= {"PRE_EPS": plan.pre_eps, **_heads(plan), "PULL": native.kind, **constants}
-    arguments |= {"N": plan.num_streams, "NP": site.padded, "WIDE": site.wide, "BT": tile.tokens}
+    arguments |= {**routed._asdict(), "out": folded.out.contiguous()}
+    arguments |= {"bias": folded.bias.contiguous(), "table": table, "d_logits": d_logits, "d_z": d_z, "own": own}
+    arguments |= {"T": tokens, "R": spec.num_rows, "HAS_WEIGHTS": d_weights is not None, "HAS_X": d_x is not None}
+    arguments |= {"PRE_EPS": spec.pre_eps, **_heads(spec), "PULL": native.kind, **constants}
+    arguments |= {"N": spec.num_streams, "NP": site.padded, "WIDE": site.wide, "BT": tile.tokens}
     site.run("route_backward", (cdiv(tokens, tile.tokens),), tile, arguments)
     return d_logits, d_z, own
 
 
 def _fold_gradients(
-    d_logits: Tensor, d_z: Tensor, streams: Tensor, fold: Fold, z: Tensor, norms: Tensor, site: _Site
-) -> Fold:
+    d_logits: Tensor, d_z: Tensor, streams: Tensor, folded: FoldedWeights, routed: Routed, site: _Site
+) -> FoldedWeights:
     """The gradients of the folded weights: sums over all tokens, in shares that follow from the shape."""
-    plan, tokens, new = site.plan, len(streams), fold.bias.new_empty
-    features, tile = plan.num_streams * plan.dim, site.tile("maps_backward")
-    columns, row_blocks = cdiv(features, tile.features), cdiv(site.rows, site.row_block)
+    spec, tokens, new = site.spec, len(streams), folded.bias.new_empty
+    features, tile = spec.num_streams * spec.dim, site.tile("maps_backward")
+    columns, row_blocks = cdiv(features, tile.features), cdiv(spec.num_rows, site.row_block)
     per, shares = _shares(tokens, tile.tokens, columns * row_blocks)
-    parts = new(shares, *fold.in_map.shape)
-    arguments = {"d_z": d_z, "streams": streams, "parts": parts, "T": tokens, "R": site.rows, "F": features}
+    parts = new(shares, *folded.in_map.shape)
+    arguments = {"d_z": d_z, "streams": streams, "parts": parts, "T": tokens, "R": spec.num_rows, "F": features}
     arguments |= {"TILES": per, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
     arguments |= {"BT": tile.tokens, "BF": tile.features, "RP": site.row_block}
     site.run("maps_backward", (columns, shares, row_blocks), tile, arguments, {"streams": row_blocks})
     # Without output maps there are only the biases: no row but that of ones.
-    rows = site.rows if fold.out.numel() else 0
+    rows = spec.num_rows if folded.out.numel() else 0
     tile, logits = site.tile("heads_backward"), d_logits.shape[1]
     block = min(32, power(rows + 1, 16))
     grid = (cdiv(rows + 1, block), cdiv(logits, tile.features))
     per, shares = _shares(tokens, tile.tokens, 4 * grid[0] * grid[1])
     small = new(shares, rows + 1, logits)
-    arguments = {"z": z if rows else norms, "norms": norms, "d_logits": d_logits, "parts": small}
+    arguments = {"z": routed.z if rows else routed.norms, "norms": routed.norms, "d_logits": d_logits, "parts": small}
     arguments |= {"T": tokens, "R": rows, "L": logits, "TILES": per, "WIDE": site.wide, "EXACT": "ieee"}
     arguments |= {"BT": tile.tokens, "BR": block, "BL": tile.features}
     site.run("heads_backward", (*grid, shares), tile, arguments)
     total = small.sum(0)
-    return Fold(parts.sum(0), _own_blocks(total, fold.out, plan), total[-1])
+    return FoldedWeights(parts.sum(0), _own_blocks(total, folded.out, spec), total[-1])
 
 
 def _shares(tokens: int, block: int, programs: int) -> tuple[int, int]:
@@ -378,41 +372,96 @@ def _shares(tokens: int, block: int, programs: int) -> tuple[int, int]:
     return per, cdiv(count, per)
 
 
-def _own_blocks(total: Tensor, out: Tensor, plan: Plan) -> Tensor:
-    """Of rows times logits of all heads, (R + 1, L), those of the same head, as `Fold.out` has them."""
+def _own_blocks(total: Tensor, out: Tensor, spec: SiteSpec) -> Tensor:
+    """Of rows times logits of all heads, (R + 1, L), those of the same head, as `FoldedWeights.out` has them."""
     if not out.numel():
         return torch.zeros_like(out)
     blocks = [
         total[rows[0] : rows[0] + rows[1], rows[3] : rows[3] + rows[4]].flatten()
-        for rows in _heads(plan).values()
+        for rows in _heads(spec).values()
         if len(rows) == 6 and not rows[5]
     ]
     return torch.cat(blocks)
 
 
-def mix(logits: Tensor, plan: Plan) -> Tensor:
+def finish_begin(
+    target: Tensor, streams: Tensor, y: Tensor, weights: Tensor, folded: FoldedWeights, spec: SiteSpec
+) -> tuple[Tensor, Routed]:
+    """`finish` of one site into `target`, which may be the streams, and `begin` of the next."""
+    streams, y, weights = streams.contiguous(), y.contiguous(), weights.contiguous()
+    if spec.num_rows > MAX_ROWS or not len(streams):
+        # So many rows would not fit beside the streams.
+        finish(target, streams, y, weights, spec)
+        return begin(target, folded, spec)
+    site = _Site.of(streams, weights.dtype, spec)
+    tokens, tile, chunk = len(streams), site.tile("write_project"), CHUNK // site.padded
+    splits = cdiv(spec.dim, chunk)
+    parts, squares = weights.new_empty(splits, tokens, spec.num_rows), weights.new_empty(splits, tokens)
+    arguments = {"streams": streams, "y": y, "weights": weights, "maps": _maps(folded.in_map, site), "out": target}
+    arguments |= {"z": parts, "squares": squares, "T": tokens, "D": spec.dim, "R": spec.num_rows, "CHUNK": chunk}
+    arguments |= {"N": spec.num_streams, "NP": site.padded, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
+    arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": site.row_block}
+    site.run("write_project", (cdiv(tokens, tile.tokens), splits), tile, arguments)
+    return _route(target, parts, squares, folded, site)
+
+
+def finish_begin_backward(
+    grad: Tensor | None,
+    d_x: Tensor | None,
+    d_next_weights: Tensor | None,
+    following: Tensor,
+    folded: FoldedWeights,
+    routed: Routed,
+    streams: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    spec: SiteSpec,
+) -> tuple[Tensor, FoldedWeights, Tensor, Tensor]:
+    """The gradients of the next streams, of the folded weights, of y and of the earlier site's weights."""
+    following, streams, y, weights = (tensor.contiguous() for tensor in (following, streams, y, weights))
+    if not len(streams):
+        d_next, d_folded = begin_backward(grad, d_x, d_next_weights, following, folded, routed, spec)
+        return d_next, d_folded, torch.empty_like(y), torch.empty_like(weights)
+    routed = Routed(*(tensor.contiguous() for tensor in routed))
+    site = _Site.of(streams, folded.bias.dtype, spec)
+    d_x = None if d_x is None else d_x.contiguous()
+    d_logits, d_z, own = _route_backward(d_x, d_next_weights, following, folded, routed, site)
+    d_next, d_y, d_weights = torch.empty_like(streams), torch.empty_like(y), torch.empty_like(weights)
+    tile = site.tile("streams_write_backward")
+    arguments = {"grad": None if grad is None else grad.contiguous(), "d_x": d_x, "d_z": d_z, "own": own}
+    arguments |= {"following": following, "maps": _maps(folded.in_map, site), "next_weights": routed.weights}
+    arguments |= {"d_next": d_next, "streams": streams, "y": y, "weights": weights, "d_y": d_y, "d_weights": d_weights}
+    arguments |= {"T": len(streams), "D": spec.dim, "R": spec.num_rows}
+    arguments |= {"HAS_GRAD": grad is not None, "HAS_X": d_x is not None, "N": spec.num_streams, "NP": site.padded}
+    arguments |= {"HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
+    arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": ROWS_BACK}
+    site.run("streams_write_backward", (cdiv(len(streams), tile.tokens),), tile, arguments)
+    return d_next, _fold_gradients(d_logits, d_z, following, folded, routed, site), d_y, d_weights
+
+
+def mix(logits: Tensor, spec: SiteSpec) -> Tensor:
     """res (T, N, N) of logits (T, *logit_shape)."""
     logits = logits.contiguous()
-    res = logits.new_empty(len(logits), plan.num_streams, plan.num_streams)
-    _run_mixer("mix", {"logits": logits, "res": res}, "SOLVE", plan)
+    res = logits.new_empty(len(logits), spec.num_streams, spec.num_streams)
+    _run_mixer("mix", {"logits": logits, "res": res}, "SOLVE", spec)
     return res
 
 
-def mix_backward(logits: Tensor, res: Tensor, grad: Tensor, plan: Plan) -> Tensor:
+def mix_backward(logits: Tensor, res: Tensor, grad: Tensor, spec: SiteSpec) -> Tensor:
     """The gradient of the logits."""
     logits, res, grad = logits.contiguous(), res.contiguous(), grad.contiguous()
     d_logits = torch.empty_like(logits)
-    _run_mixer("mix_backward", {"logits": logits, "res": res, "grad": grad, "d_logits": d_logits}, "PULL", plan)
+    _run_mixer("mix_backward", {"logits": logits, "res": res, "grad": grad, "d_logits": d_logits}, "PULL", spec)
     return d_logits
 
 
-def _run_mixer(kernel: str, tensors: dict[str, Tensor], function: str, plan: Plan) -> None:
-    logits, native = tensors["logits"], plan.native
+def _run_mixer(kernel: str, tensors: dict[str, Tensor], function: str, spec: SiteSpec) -> None:
+    logits, native = tensors["logits"], spec.mixer
     assert native is not None
     if not logits.numel() and not len(logits):
         return
-    site = _Site.of(logits, logits.dtype, plan)
+    site = _Site.of(logits, logits.dtype, spec)
     tile, table, constants = _routed(kernel.replace("mix", "route"), site, native, logits.device)
     arguments: dict[str, Any] = {**tensors, "table": table, "T": len(logits), function: native.kind, **constants}
-    arguments |= {"N": plan.num_streams, "NP": site.padded, "BT": tile.tokens}
+    arguments |= {"N": spec.num_streams, "NP": site.padded, "BT": tile.tokens}
     site.run(kernel, (cdiv(len(logits), tile.tokens),), tile, arguments)
