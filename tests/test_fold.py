@@ -9,7 +9,7 @@ import temper
 from temper.generators import Generator
 from temper.norm import GAINS
 from temper.ops import cpu
-from temper.ops.plan import Fold, Form, Plan
+from temper.ops.plan import FoldedWeights, GeneratorSpec, SiteSpec
 from temper.router import Head
 
 pytestmark = pytest.mark.once
@@ -35,9 +35,9 @@ class Site:
                 torch.nn.init.normal_(parameter)
         rows = tuple(generator.maps()[0].shape[0] for generator in generators)
         form = [num_streams, dim, GAINS.index(gain)]
-        form += [number for generator in generators for number in generator.native().numbers(generator.out_modes)]
+        form += [number for generator in generators for number in generator.native().packed(generator.out_modes)]
         logits, direct = torch.Size(res_modes).numel(), tuple(generator.direct for generator in generators)
-        self.plan = Plan(num_streams, dim, rows, direct, logits, 0.0, False, 0.0, None, tuple(form))
+        self.spec = SiteSpec(num_streams, dim, rows, direct, logits, 0.0, False, 0.0, None, tuple(form))
         self.dtype = dtype
 
     @property
@@ -55,16 +55,16 @@ class Site:
         gain = self.norm.gain()
         in_map = torch.cat(in_maps) if gain is None else torch.cat(in_maps) * gain
         out = torch.cat(outs) if outs else in_map.new_empty(0, requires_grad=True)
-        return Fold(in_map, out, torch.cat([head.bias.flatten() for head in self.heads]))
+        return FoldedWeights(in_map, out, torch.cat([head.bias.flatten() for head in self.heads]))
 
     def compare(self, **tolerance):
-        wanted, got = self.plain(), cpu.fold(self.tensors, self.plan, self.dtype)
+        wanted, got = self.plain()[:3], cpu.folding.fold(self.tensors, self.spec, self.dtype)
         grads = [torch.randn_like(part) for part in wanted]
         # Adding nothing reaches what has no gradient.
         loss = sum((part * grad).sum() for part, grad in zip(wanted, grads, strict=True))
         d_wanted = torch.autograd.grad(loss + sum(0 * tensor.sum() for tensor in self.tensors), self.tensors)
-        d_got = cpu.fold_backward(Fold(*grads), self.tensors, self.plan, self.dtype)
-        for actual, expected in zip((*got, *d_got), (*wanted, *d_wanted), strict=True):
+        d_got = cpu.folding.fold_backward(FoldedWeights(*grads), self.tensors, self.spec, self.dtype)
+        for actual, expected in zip((*got[:3], *d_got), (*wanted, *d_wanted), strict=True):
             torch.testing.assert_close(actual, expected, **tolerance)
 
 
@@ -110,16 +110,17 @@ def test_parameters_and_gradients_of_any_layout():
     site.compare(rtol=1e-11, atol=1e-10)
     # The gradient of a sum has no memory of its own.
     fold = site.plain()
-    ones = Fold(*(torch.ones(()).to(part.dtype).expand(part.shape) for part in fold))
-    got = cpu.fold_backward(ones, site.tensors, site.plan, site.dtype)
-    wanted = torch.autograd.grad(sum(part.sum() for part in fold), site.tensors)
+    ones = FoldedWeights(*(torch.ones(()).to(part.dtype).expand(part.shape) for part in fold[:3]))
+    got = cpu.folding.fold_backward(ones, site.tensors, site.spec, site.dtype)
+    wanted = torch.autograd.grad(sum(part.sum() for part in fold[:3]), site.tensors)
     torch.testing.assert_close(got, list(wanted))
 
 
 def folds_of(module, streams, monkeypatch):
     """How often a site's weights are folded by the kernels in one call."""
     calls = []
-    monkeypatch.setattr(cpu, "fold", lambda *args, plain=cpu.fold: calls.append(args) or plain(*args))
+    plain = type(cpu.folding).fold
+    monkeypatch.setattr(type(cpu.folding), "fold", lambda *args: calls.append(args) or plain(*args))
     with temper.backend("cpu"):
         module.route(streams)
     return len(calls)
@@ -160,17 +161,17 @@ def test_other_maps_of_the_same_tensors_are_folded_by_torch(monkeypatch):
     doubled = Doubled((4, 16), (4,), rank=2)
     doubled.load_state_dict(module.pre.generator.state_dict())
     module.pre.generator = doubled
-    module.plan = module._make_plan()
-    assert module.plan.form is None
+    module._describe()
+    assert module.spec.generators is None
     assert folds_of(module, streams, monkeypatch) == 0
     assert not torch.equal(module.route(streams).pre, plain.pre)
 
 
 def test_a_generator_that_the_kernels_do_not_know():
-    assert Generator.named("dense")((2, 3), (2,)).native() == Form("dense")
+    assert Generator.named("dense")((2, 3), (2,)).native() == GeneratorSpec("dense")
     assert Generator.native(Generator.named("dense")((2, 3), (2,))) is None
     per_stream = temper.preset("mhc", num_streams=4, dim=16, pre="per-stream")
-    assert temper.HyperConnection(per_stream).plan.form is None
+    assert temper.HyperConnection(per_stream).spec.generators is None
 
 
 def test_what_the_kernels_fold_is_not_kept_twice():
@@ -190,7 +191,7 @@ def test_what_the_kernels_fold_is_not_kept_twice():
 
     count, grads = run()
     assert count == 7
-    module.plan = dataclasses.replace(module.plan, form=None)
+    module.spec = dataclasses.replace(module.spec, generators=None)
     torch_count, _ = run()
     assert torch_count > count
     assert all(grad is not None for grad in grads)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from temper.ops.gpu import check, launch, operators, tiles
+from temper.ops.gpu import folding as fold_launch
 from temper.ops.gpu.operators import operator
 from temper.ops.plan import NOT_STANDARD, FoldedWeights, Routed, SiteSpec
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 name = "triton"
 scope = "float32 and bfloat16 streams on a GPU, by Triton kernels (checked in the interpreter, not yet run on a GPU by us)"
-folding = None
 # Targets from which a report of `temper gpu-check` has come back (docs/gpu.md): where the kernels run unasked.
 CONFIRMED: frozenset[str] = frozenset()
 # Compute capability; older GPUs have no bfloat16 on their tensor cores.
@@ -53,6 +54,8 @@ def _unserved(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype) -> str | None:
         return f"the kernels take 2 to {launch.MAX_STREAMS} streams"
     if spec.num_logits > launch.MAX_LOGITS:
         return f"the kernels take up to {launch.MAX_LOGITS:,} logits"
+    if spec.generators is not None and not fold_launch.serves(spec.generators):
+        return "the kernels take logits with one mode or two"
     return None
 
 
@@ -84,6 +87,25 @@ def limits() -> list[str]:
     others = [f"more than {launch.MAX_STREAMS} streams", f"more than {launch.MAX_LOGITS:,} logits"]
     unasked = [] if CONFIRMED else ["everything unless it is asked for"]
     return [*unasked, NOT_STANDARD, *foreign, "sinkhorn with tol and eps at once", *others, *check.failures()]
+
+
+class _Folding:
+    """One launch for the weights of a site, three for their gradients."""
+
+    def fold(self, raw: Sequence[Tensor], spec: SiteSpec, dtype: torch.dtype) -> FoldedWeights:
+        sizes = [spec.num_rows, sum(spec.map_sizes), sum(spec.head_logits)]
+        return FoldedWeights(*operator("fold", raw)(raw, spec.generators, sizes, dtype == torch.bfloat16))
+
+    def fold_backward(
+        self, d_folded: FoldedWeights, raw: Sequence[Tensor], spec: SiteSpec, dtype: torch.dtype
+    ) -> list[Tensor]:
+        given = d_folded[:3]
+        run = operator("fold_backward", (*given, *raw))
+        result: list[Tensor] = run(*given, raw, spec.generators, dtype == torch.bfloat16)
+        return result
+
+
+folding = _Folding()
 
 
 def begin(streams_TND: Tensor, folded: FoldedWeights, spec: SiteSpec, mixer: Mixer) -> tuple[Tensor, Routed]:

@@ -27,8 +27,11 @@ STORED = (torch.float32, torch.bfloat16)
 CHUNK = 2048
 # As many programs as fill a large GPU a few times.
 ENOUGH = 528
-# Rows of the maps that one product takes at most.
-MAX_ROWS = 64
+# Rows of the maps that one product takes at most; on Blackwell 64 would go another way, through tensor memory.
+MAX_ROWS = {"sm_100": 32}
+ROWS_ELSEWHERE = 64
+# Rows that are projected while streams are written.
+MAX_CHAINED_ROWS = 32
 # Rows that a backward product takes: it has to hold them for all streams at once.
 ROWS_BACK = 16
 # Entries in a row of the table of permutations, as in `kernels.mixers`.
@@ -66,7 +69,8 @@ def recorded() -> Iterator[list[Launch]]:
         _recording = before
 
 
-def _run(launch: Launch) -> None:
+def run(launch: Launch) -> None:
+    """Runs a kernel, or notes that it would run."""
     if _recording is not None:
         _recording.append(launch)
         return
@@ -125,12 +129,12 @@ class _Site(NamedTuple):
     @property
     def row_block(self) -> int:
         """Rows of the maps in one product."""
-        return min(MAX_ROWS, power(self.spec.num_rows, 16))
+        return min(MAX_ROWS.get(self.target, ROWS_ELSEWHERE), power(self.spec.num_rows, 16))
 
     def run(
         self, kernel: str, grid: tuple[int, ...], tile: tiles.Tile, arguments: dict[str, Any], reads: Any = None
     ) -> None:
-        _run(Launch(kernel, grid, arguments, tile.warps, tile.stages, reads or {}))
+        run(Launch(kernel, grid, arguments, tile.warps, tile.stages, reads or {}))
 
 
 @lru_cache(maxsize=1024)
@@ -389,7 +393,7 @@ def finish_begin(
 ) -> tuple[Tensor, Routed]:
     """`finish` of one site into `target`, which may be the streams, and `begin` of the next."""
     streams, y, weights = streams.contiguous(), y.contiguous(), weights.contiguous()
-    if spec.num_rows > MAX_ROWS or not len(streams):
+    if spec.num_rows > MAX_CHAINED_ROWS or not len(streams):
         # So many rows would not fit beside the streams.
         finish(target, streams, y, weights, spec)
         return begin(target, folded, spec)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from temper.ops import schema
-from temper.ops.gpu import launch
+from temper.ops.gpu import folding, launch
 from temper.ops.plan import FoldedWeights, Routed, SiteSpec
 
 # The device whose tensors the kernels take. ROCm calls it so too.
@@ -77,7 +77,23 @@ def _mix_backward(logits: Tensor, res: Tensor, grad: Tensor, ints: list[int], fl
     return launch.mix_backward(logits, res, grad, SiteSpec.from_packed(ints, floats))
 
 
+def _fold(tensors: list[Tensor], generators: list[int], sizes: list[int], half: bool) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = schema.SHAPES["fold"](tensors, generators, sizes, half)
+    folding.fold(tensors, generators, results)
+    return results
+
+
+def _fold_backward(
+    d_in: Tensor, d_out: Tensor, d_bias: Tensor, tensors: list[Tensor], generators: list[int], half: bool
+) -> list[Tensor]:
+    results: list[Tensor] = schema.SHAPES["fold_backward"](d_in, d_out, d_bias, tensors, generators, half)
+    folding.fold_backward(d_in, d_out, d_bias, tensors, generators, results)
+    return results
+
+
 IMPLS: dict[str, Callable[..., Any]] = {
+    "fold": _fold,
+    "fold_backward": _fold_backward,
     "begin": _begin,
     "begin_backward": _begin_backward,
     "finish": _finish,

@@ -33,6 +33,8 @@ class Tile(NamedTuple):
 # By NP, the number of streams padded to a power of two.
 _BY_STREAMS: dict[int, dict[str, Tile]] = {
     2: {
+        "write_project": Tile(16, 32, 4, 2),
+        "streams_write_backward": Tile(16, 32, 2, 1),
         "write": Tile(4, 256),
         "write_backward": Tile(4, 256),
         "read_backward": Tile(4, 256),
@@ -41,22 +43,28 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
         "route_backward": Tile(64),
     },
     4: {
+        "write_project": Tile(16, 32, 4, 2),
+        "streams_write_backward": Tile(16, 32, 4, 1),
         "write": Tile(4, 256),
         "write_backward": Tile(4, 128),
         "read_backward": Tile(4, 256),
         "streams_backward": Tile(16, 64, 4, 1),
         "route": Tile(32),
-        "route_backward": Tile(32),
+        "route_backward": Tile(16),
     },
     8: {
+        "write_project": Tile(16, 32, 8, 1),
+        "streams_write_backward": Tile(16, 16, 8, 1),
         "write": Tile(4, 256),
         "write_backward": Tile(4, 128),
         "read_backward": Tile(4, 256),
         "streams_backward": Tile(16, 64, 8, 1),
-        "route": Tile(16),
-        "route_backward": Tile(16),
+        "route": Tile(8),
+        "route_backward": Tile(8),
     },
     16: {
+        "write_project": Tile(16, 16, 16, 1),
+        "streams_write_backward": Tile(16, 16, 16, 1),
         "write": Tile(4, 64),
         "write_backward": Tile(2, 128),
         "read_backward": Tile(4, 128),
@@ -66,8 +74,6 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
     },
 }
 _ALWAYS = {
-    "write_project": Tile(16, 32, 4, 2),
-    "streams_write_backward": Tile(16, 32, 4, 1),
     "read": Tile(4, 256),
     "project": Tile(64, 64),
     "maps_backward": Tile(64, 128),
@@ -76,7 +82,7 @@ _ALWAYS = {
 }
 # Where a target wants something else than the others: NP, or None for all.
 _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
-    "sm_100": {(None, "project"): Tile(32, 64), (8, "write_backward"): Tile(2, 128)},
+    "sm_100": {(None, "project"): Tile(32, 128), (8, "write_backward"): Tile(2, 128), (8, "write_project"): Tile(16, 16, 8, 1)},
 }
 _SMALL = {
     "write_project": Tile(16, 32),

@@ -12,11 +12,12 @@ weights of a token, L logits of res, BT / BD / BF tokens / features in a tile, W
 import torch
 import triton.language as tl
 
-from temper.ops.gpu.kernels import chain, routing, streams
+from temper.ops.gpu.kernels import chain, fold, routing, streams
 
 KERNELS = {
     name: getattr(module, name)
     for module, names in (
+        (fold, ("fold", "fold_backward", "fold_small_backward")),
         (chain, ("write_project", "streams_write_backward")),
         (routing, ("route", "route_backward", "heads_backward", "mix", "mix_backward")),
         (
