@@ -224,8 +224,8 @@ def use_backend(name: str) -> Iterator[None]:
     whole process. Both hold for all threads.
 
     Args:
-        name: "triton" (kernels for GPUs), "cpu" (native kernels), "fused" (torch with backwards written by hand), "naive" (plain torch, and the
-            only one whose gradients can be differentiated again) or "auto".
+        name: "triton" (kernels for GPUs), "cpu" (native kernels), "fused" (torch with backwards written by hand),
+            "naive" (plain torch, and the only one whose gradients can be differentiated again) or "auto".
     """
     global _asked
     if name != "auto" and name not in BACKENDS:

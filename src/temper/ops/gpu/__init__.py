@@ -1,4 +1,4 @@
-"""The operations on streams by Triton kernels, on GPUs. triton comes with the torch of GPU users; nothing else is needed.
+"""The operations on streams by Triton kernels, on GPUs. triton comes with every torch that is built for GPUs.
 
 `kernels/` has the kernels, `launch` cuts the work, `tiles` says how, `operators` registers all of it with torch, and
 `check` compares the kernels with `fused` on the GPU that is here before they are used. docs/gpu.md has the design.
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from temper.mixers.base import Mixer
 
 name = "triton"
-scope = "float32 and bfloat16 streams on a GPU, by Triton kernels (checked in the interpreter, not yet run on a GPU by us)"
+scope = (
+    "float32 and bfloat16 streams on a GPU, by Triton kernels (checked in the interpreter, not yet run on a GPU by us)"
+)
 # Targets from which a report of `temper gpu-check` has come back (docs/gpu.md): where the kernels run unasked.
 CONFIRMED: frozenset[str] = frozenset()
 # Compute capability; older GPUs have no bfloat16 on their tensor cores.
@@ -40,7 +42,11 @@ def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str |
     target = tiles.target_of(streams.device)
     if not asked and target not in CONFIRMED:
         return f"nobody has sent a report from {target} yet: TEMPER_BACKEND=triton asks for the kernels (docs/gpu.md)"
-    return None if check.passes(spec, mixer, streams.dtype, streams.device) else "the kernels failed their check on this GPU"
+    return (
+        None
+        if check.passes(spec, mixer, streams.dtype, streams.device)
+        else "the kernels failed their check on this GPU"
+    )
 
 
 def _unserved(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype) -> str | None:
@@ -180,9 +186,7 @@ def finish_begin_backward(
 ) -> tuple[Tensor, FoldedWeights, Tensor, Tensor]:
     """The gradients of the next streams, of the folded weights, of y and of the routing weights."""
     earlier = (streams_TND, y_TD, weights_TK)
-    return launch.finish_begin_backward(
-        grad_TND, d_x_TD, d_next_weights_TK, next_TND, folded, routed, *earlier, spec
-    )
+    return launch.finish_begin_backward(grad_TND, d_x_TD, d_next_weights_TK, next_TND, folded, routed, *earlier, spec)
 
 
 def mix(logits: Tensor, mixer: Mixer) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trust, but verify: before a kind of site runs on a GPU, a small random case of it is computed there by definition too.
+"""Trust, but verify: before a kind of site runs on a GPU, a small case is compared there with the definition.
 
 Every operation, outputs and gradients, once for each device, spec and dtype in a process (and so for each version of
 triton). Where the kernels differ or do not compile there is one warning, and `fused` runs the site.
@@ -40,9 +40,9 @@ def passes(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.devic
             _found[key] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if _found[key] is not None:
             warnings.warn(
-                f"the Triton kernels failed their check on {_name(device)} with {spec.num_streams} streams, {dtype} and "
-                f"the {mixer.name} mixer ({_found[key]}); `fused` runs such sites instead. Please send the output of "
-                "`temper gpu-check` (docs/gpu.md).",
+                f"the Triton kernels failed their check on {_name(device)} with {spec.num_streams} streams, {dtype} "
+                f"and the {mixer.name} mixer ({_found[key]}); `fused` runs such sites instead. "
+                "Please send in what `temper gpu-check` writes (docs/gpu.md).",
                 RuntimeWarning,
                 stacklevel=2,
             )

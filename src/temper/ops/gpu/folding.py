@@ -106,7 +106,7 @@ def fold(tensors: Sequence[Tensor], generators: Sequence[int], results: Sequence
     """Fills in_map, out and bias."""
     key, dim = tuple(generators), generators[1]
     gains, pre, res, post = _grouped([tensor.contiguous() for tensor in tensors], key)
-    arguments = {"gains": gains, "pre": pre, "res": res, "post": post}
+    arguments: dict[str, Any] = {"gains": gains, "pre": pre, "res": res, "post": post}
     arguments |= dict(zip(("in_map", "out", "biases"), results, strict=True))
     arguments |= {"D": dim, **_constants(key, results[0].dtype), "BD": BLOCK}
     run(Launch("fold", (cdiv(dim, BLOCK), len(results[0])), arguments, 4, 1))
@@ -125,7 +125,7 @@ def fold_backward(
     width = (generators[0] if generators[2] == 1 else 0) + sum(head.sums for head in heads)
     blocks, lines = cdiv(dim, BLOCK), tuple(head.lines for head in heads)
     parts = d_in.new_empty(blocks, width)
-    arguments = {"gains": gains, "pre": pre, "res": res, "post": post, "d_gains": d_gains}
+    arguments: dict[str, Any] = {"gains": gains, "pre": pre, "res": res, "post": post, "d_gains": d_gains}
     arguments |= {"d_lines": tuple(slope[2] for slope in slopes), "d_in": d_in, "parts": parts, "D": dim}
     arguments |= {"WIDTH": width, **constants, "LINES": lines, "BD": BLOCK}
     run(Launch("fold_backward", (blocks, 1 + len(d_in) + sum(lines)), arguments, 4, 1))

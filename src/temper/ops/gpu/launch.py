@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,8 @@ STORED = (torch.float32, torch.bfloat16)
 CHUNK = 2048
 # As many programs as fill a large GPU a few times.
 ENOUGH = 528
-# Rows of the maps that one product takes at most; on Blackwell 64 would go another way, through tensor memory.
-MAX_ROWS = {"sm_100": 32}
-ROWS_ELSEWHERE = 64
-# Rows that are projected while streams are written.
-MAX_CHAINED_ROWS = 32
+# Rows of the maps that one product takes at most: with more, kernels run out of registers.
+MAX_ROWS = 32
 # Rows that a backward product takes: it has to hold them for all streams at once.
 ROWS_BACK = 16
 # Entries in a row of the table of permutations, as in `kernels.mixers`.
@@ -52,7 +50,7 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     warps: int
     stages: int
-    reads: dict[str, int] = {}
+    reads: Mapping[str, int] = MappingProxyType({})
 
 
 _recording: list[Launch] | None = None
@@ -129,7 +127,7 @@ class _Site(NamedTuple):
     @property
     def row_block(self) -> int:
         """Rows of the maps in one product."""
-        return min(MAX_ROWS.get(self.target, ROWS_ELSEWHERE), power(self.spec.num_rows, 16))
+        return min(MAX_ROWS, power(self.spec.num_rows, 16))
 
     def run(
         self, kernel: str, grid: tuple[int, ...], tile: tiles.Tile, arguments: dict[str, Any], reads: Any = None
@@ -173,14 +171,14 @@ def _table(factors: tuple[int, ...], device: torch.device) -> Tensor | None:
     if not factors:
         return None
     rows = [
-        [*permutation, *[0] * (WIDTH - size)]
-        for size in factors
-        for permutation in itertools.permutations(range(size))
+        [*permutation, *[0] * (WIDTH - size)] for size in factors for permutation in itertools.permutations(range(size))
     ]
     return torch.tensor(rows, dtype=torch.int8, device=device)
 
 
-def _routed(kernel: str, site: _Site, native: MixerSpec, device: torch.device) -> tuple[tiles.Tile, Tensor | None, dict[str, Any]]:
+def _routed(
+    kernel: str, site: _Site, native: MixerSpec, device: torch.device
+) -> tuple[tiles.Tile, Tensor | None, dict[str, Any]]:
     """The tile of a kernel with a mixer in it, the mixer's table and its constants."""
     constants = _mixer(site.spec, site.wide)
     tile, logits = site.tile(kernel), constants["MIXER"][1]
@@ -197,7 +195,13 @@ def _maps(in_map: Tensor, site: _Site) -> Tensor:
         return flat
     parts = torch.empty((2, *flat.shape), dtype=torch.bfloat16, device=flat.device)
     tile = site.tile("split_maps")
-    arguments = {"maps": flat, "parts": parts, "SIZE": flat.numel(), "WIDE": site.wide, "BLOCK": tile.tokens}
+    arguments: dict[str, Any] = {
+        "maps": flat,
+        "parts": parts,
+        "SIZE": flat.numel(),
+        "WIDE": site.wide,
+        "BLOCK": tile.tokens,
+    }
     site.run("split_maps", (cdiv(flat.numel(), tile.tokens),), tile, arguments)
     return parts
 
@@ -210,7 +214,7 @@ def begin(streams: Tensor, folded: FoldedWeights, spec: SiteSpec) -> tuple[Tenso
     maps = _maps(folded.in_map, site)
     splits, tile = cdiv(features, CHUNK), site.tile("project")
     parts, squares = folded.bias.new_empty(splits, tokens, spec.num_rows), folded.bias.new_empty(splits, tokens)
-    arguments = {"streams": streams, "maps": maps, "z": parts, "squares": squares}
+    arguments: dict[str, Any] = {"streams": streams, "maps": maps, "z": parts, "squares": squares}
     arguments |= {"T": tokens, "R": spec.num_rows, "F": features, "CHUNK": CHUNK, "HALF": site.half, "WIDE": site.wide}
     arguments |= {"EXACT": site.exact, "BT": tile.tokens, "BF": tile.features, "RP": site.row_block}
     row_blocks = cdiv(spec.num_rows, site.row_block)
@@ -220,7 +224,9 @@ def begin(streams: Tensor, folded: FoldedWeights, spec: SiteSpec) -> tuple[Tenso
     return _route(streams, parts, squares, folded, site)
 
 
-def _route(streams: Tensor, parts: Tensor, squares: Tensor, folded: FoldedWeights, site: _Site) -> tuple[Tensor, Routed]:
+def _route(
+    streams: Tensor, parts: Tensor, squares: Tensor, folded: FoldedWeights, site: _Site
+) -> tuple[Tensor, Routed]:
     """The second half of `begin`, from what was projected."""
     spec, tokens = site.spec, len(streams)
     new, native = folded.bias.new_empty, spec.mixer
@@ -230,7 +236,12 @@ def _route(streams: Tensor, parts: Tensor, squares: Tensor, folded: FoldedWeight
     if not tokens:
         return x, routed
     tile, table, constants = _routed("route", site, native, streams.device)
-    arguments = {"parts": parts, "squares": squares, "out": folded.out.contiguous(), "bias": folded.bias.contiguous()}
+    arguments: dict[str, Any] = {
+        "parts": parts,
+        "squares": squares,
+        "out": folded.out.contiguous(),
+        "bias": folded.bias.contiguous(),
+    }
     arguments |= {"table": table, "z": routed.z, "norms": routed.norms, "weights": routed.weights}
     arguments |= {"T": tokens, "S": len(parts), "R": spec.num_rows, "F": spec.num_streams * spec.dim}
     arguments |= {"NORM_EPS": spec.norm_eps, "CLAMP": spec.norm_clamp, "PRE_EPS": spec.pre_eps}
@@ -251,7 +262,14 @@ def finish(target: Tensor, streams: Tensor, y: Tensor, weights: Tensor, spec: Si
         return
     site = _Site.of(streams, weights.dtype, spec)
     tile = site.tile("write")
-    arguments = {"streams": streams, "y": y, "weights": weights, "out": target, "T": len(streams), "D": spec.dim}
+    arguments: dict[str, Any] = {
+        "streams": streams,
+        "y": y,
+        "weights": weights,
+        "out": target,
+        "T": len(streams),
+        "D": spec.dim,
+    }
     arguments["N"] = spec.num_streams
     grid = (cdiv(len(streams), tile.tokens), cdiv(spec.dim, tile.features))
     if site.padded <= 8:
@@ -270,7 +288,14 @@ def finish_backward(grad: Tensor, streams: Tensor, y: Tensor, weights: Tensor, s
         return d_y, d_weights
     site = _Site.of(streams, weights.dtype, spec)
     tile = site.tile("write_backward")
-    arguments = {"grad": grad, "streams": streams, "y": y, "weights": weights, "d_y": d_y, "d_weights": d_weights}
+    arguments: dict[str, Any] = {
+        "grad": grad,
+        "streams": streams,
+        "y": y,
+        "weights": weights,
+        "d_y": d_y,
+        "d_weights": d_weights,
+    }
     arguments |= {"T": len(streams), "D": spec.dim, "N": spec.num_streams}
     grid = (cdiv(len(streams), tile.tokens),)
     if site.padded <= 4:
@@ -300,8 +325,18 @@ def begin_backward(
     d_x = None if d_x is None else d_x.contiguous()
     d_logits, d_z, own = _route_backward(d_x, d_weights, streams, folded, routed, site)
     tile = site.tile("streams_backward")
-    arguments = {"grad": None if grad is None else grad.contiguous(), "d_x": d_x, "d_z": d_z, "own": own}
-    arguments |= {"streams": streams, "maps": _maps(folded.in_map, site), "weights": routed.weights, "d_streams": d_streams}
+    arguments: dict[str, Any] = {
+        "grad": None if grad is None else grad.contiguous(),
+        "d_x": d_x,
+        "d_z": d_z,
+        "own": own,
+    }
+    arguments |= {
+        "streams": streams,
+        "maps": _maps(folded.in_map, site),
+        "weights": routed.weights,
+        "d_streams": d_streams,
+    }
     arguments |= {"T": len(streams), "D": spec.dim, "R": spec.num_rows}
     arguments |= {"HAS_GRAD": grad is not None, "HAS_X": d_x is not None, "N": spec.num_streams, "NP": site.padded}
     arguments |= {"HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
@@ -350,7 +385,14 @@ def _fold_gradients(
     columns, row_blocks = cdiv(features, tile.features), cdiv(spec.num_rows, site.row_block)
     per, shares = _shares(tokens, tile.tokens, columns * row_blocks)
     parts = new(shares, *folded.in_map.shape)
-    arguments = {"d_z": d_z, "streams": streams, "parts": parts, "T": tokens, "R": spec.num_rows, "F": features}
+    arguments: dict[str, Any] = {
+        "d_z": d_z,
+        "streams": streams,
+        "parts": parts,
+        "T": tokens,
+        "R": spec.num_rows,
+        "F": features,
+    }
     arguments |= {"TILES": per, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
     arguments |= {"BT": tile.tokens, "BF": tile.features, "RP": site.row_block}
     site.run("maps_backward", (columns, shares, row_blocks), tile, arguments, {"streams": row_blocks})
@@ -393,7 +435,7 @@ def finish_begin(
 ) -> tuple[Tensor, Routed]:
     """`finish` of one site into `target`, which may be the streams, and `begin` of the next."""
     streams, y, weights = streams.contiguous(), y.contiguous(), weights.contiguous()
-    if spec.num_rows > MAX_CHAINED_ROWS or not len(streams):
+    if spec.num_rows > MAX_ROWS or not len(streams):
         # So many rows would not fit beside the streams.
         finish(target, streams, y, weights, spec)
         return begin(target, folded, spec)
@@ -401,7 +443,13 @@ def finish_begin(
     tokens, tile, chunk = len(streams), site.tile("write_project"), CHUNK // site.padded
     splits = cdiv(spec.dim, chunk)
     parts, squares = weights.new_empty(splits, tokens, spec.num_rows), weights.new_empty(splits, tokens)
-    arguments = {"streams": streams, "y": y, "weights": weights, "maps": _maps(folded.in_map, site), "out": target}
+    arguments: dict[str, Any] = {
+        "streams": streams,
+        "y": y,
+        "weights": weights,
+        "maps": _maps(folded.in_map, site),
+        "out": target,
+    }
     arguments |= {"z": parts, "squares": squares, "T": tokens, "D": spec.dim, "R": spec.num_rows, "CHUNK": chunk}
     arguments |= {"N": spec.num_streams, "NP": site.padded, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
     arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": site.row_block}
@@ -432,7 +480,12 @@ def finish_begin_backward(
     d_logits, d_z, own = _route_backward(d_x, d_next_weights, following, folded, routed, site)
     d_next, d_y, d_weights = torch.empty_like(streams), torch.empty_like(y), torch.empty_like(weights)
     tile = site.tile("streams_write_backward")
-    arguments = {"grad": None if grad is None else grad.contiguous(), "d_x": d_x, "d_z": d_z, "own": own}
+    arguments: dict[str, Any] = {
+        "grad": None if grad is None else grad.contiguous(),
+        "d_x": d_x,
+        "d_z": d_z,
+        "own": own,
+    }
     arguments |= {"following": following, "maps": _maps(folded.in_map, site), "next_weights": routed.weights}
     arguments |= {"d_next": d_next, "streams": streams, "y": y, "weights": weights, "d_y": d_y, "d_weights": d_weights}
     arguments |= {"T": len(streams), "D": spec.dim, "R": spec.num_rows}

@@ -45,9 +45,13 @@ def _begin_backward(
     ints: list[int],
     floats: list[float],
 ) -> tuple[Tensor, ...]:
-    folded, routed, spec = FoldedWeights(in_map, out, bias), Routed(weights, z, norms), SiteSpec.from_packed(ints, floats)
+    folded, routed, spec = (
+        FoldedWeights(in_map, out, bias),
+        Routed(weights, z, norms),
+        SiteSpec.from_packed(ints, floats),
+    )
     d_streams, d_folded = launch.begin_backward(grad, d_x, d_weights, streams, folded, routed, spec)
-    return d_streams, *d_folded[:3]  # type: ignore[return-value]
+    return d_streams, *d_folded[:3]
 
 
 def _finish(streams: Tensor, y: Tensor, weights: Tensor, ints: list[int], floats: list[float]) -> Tensor:

@@ -1,6 +1,6 @@
 """How large a block of work each kernel takes, by target and number of streams.
 
-The numbers come from compiling for GPUs that were not there: no spill, few registers, many bytes in flight (docs/gpu.md).
+The numbers come from compiling for GPUs without having one: no spill, few registers, many bytes in flight.
 `temper gpu-check --tune` measures others on a GPU and writes a file; the variable TEMPER_TILES names it. There is no
 autotuning while training: it would time in the middle of a step and let sums depend on what was fastest.
 """
@@ -53,7 +53,7 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
         "route_backward": Tile(16),
     },
     8: {
-        "write_project": Tile(16, 32, 8, 1),
+        "write_project": Tile(16, 16, 8, 1),
         "streams_write_backward": Tile(16, 16, 8, 1),
         "write": Tile(4, 256),
         "write_backward": Tile(4, 128),
@@ -82,7 +82,11 @@ _ALWAYS = {
 }
 # Where a target wants something else than the others: NP, or None for all.
 _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
-    "sm_100": {(None, "project"): Tile(32, 128), (8, "write_backward"): Tile(2, 128), (8, "write_project"): Tile(16, 16, 8, 1)},
+    "sm_100": {
+        (None, "project"): Tile(32, 128),
+        (8, "write_backward"): Tile(2, 128),
+        (8, "write_project"): Tile(16, 16, 8, 1),
+    },
 }
 _SMALL = {
     "write_project": Tile(16, 32),

@@ -280,7 +280,7 @@ def pull_newton(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS
     return tl.reshape(pulled, (pulled.shape[0], NP * NP))
 
 
-# ------------------------------------------------------------------------ mixtures of permutations, and products of them
+# ----------------------------------------------------------------------- mixtures of permutations, and products of them
 @triton.jit
 def mixture_weights(x, FROM: tl.constexpr, COUNT: tl.constexpr):
     """softmax over the logits of one factor; zero elsewhere."""
@@ -335,9 +335,7 @@ def pull_permutations(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SE
     FACTORS: tl.constexpr = SETTINGS[4]
     spreads = ()
     for k in tl.static_range(0, len(FACTORS), 4):
-        spreads = spreads + (
-            spread_mixture(x, table, FACTORS[k], FACTORS[k + 1], FACTORS[k + 2], FACTORS[k + 3], NP),
-        )
+        spreads = spreads + (spread_mixture(x, table, FACTORS[k], FACTORS[k + 1], FACTORS[k + 2], FACTORS[k + 3], NP),)
     pulled = tl.zeros_like(x)
     for k in tl.static_range(0, len(FACTORS), 4):
         slope = grad

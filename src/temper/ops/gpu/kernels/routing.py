@@ -32,7 +32,21 @@ def add_splits(parts, column, fits, t, T, S, R, WIDE: tl.constexpr):
 
 
 @triton.jit
-def bottleneck(parts, z, place, known, t, keep, T, S, R, HEAD: tl.constexpr, RP: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr):
+def bottleneck(
+    parts,
+    z,
+    place,
+    known,
+    t,
+    keep,
+    T,
+    S,
+    R,
+    HEAD: tl.constexpr,
+    RP: tl.constexpr,
+    KEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """The rows of a head before the norm, one for each logit if they are the logits; kept in z if asked to."""
     if HEAD[5]:
         column = HEAD[0] + place
