@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from temper.ops.gpu import check, launch, operators, tiles
-from temper.ops.gpu import folding as fold_launch
+from temper.ops.gpu import check, fold_launch, launch, operators, tiles
 from temper.ops.gpu.operators import operator
 from temper.ops.plan import NOT_STANDARD, FoldedWeights, Routed, SiteSpec
 

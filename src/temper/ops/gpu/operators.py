@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from temper.ops import schema
-from temper.ops.gpu import folding, launch
+from temper.ops.gpu import fold_launch, launch
 from temper.ops.plan import FoldedWeights, Routed, SiteSpec
 
 # The device whose tensors the kernels take. ROCm calls it so too.
@@ -83,7 +83,7 @@ def _mix_backward(logits: Tensor, res: Tensor, grad: Tensor, ints: list[int], fl
 
 def _fold(tensors: list[Tensor], generators: list[int], sizes: list[int], half: bool) -> tuple[Tensor, ...]:
     results: tuple[Tensor, ...] = schema.SHAPES["fold"](tensors, generators, sizes, half)
-    folding.fold(tensors, generators, results)
+    fold_launch.fold(tensors, generators, results)
     return results
 
 
@@ -91,7 +91,7 @@ def _fold_backward(
     d_in: Tensor, d_out: Tensor, d_bias: Tensor, tensors: list[Tensor], generators: list[int], half: bool
 ) -> list[Tensor]:
     results: list[Tensor] = schema.SHAPES["fold_backward"](d_in, d_out, d_bias, tensors, generators, half)
-    folding.fold_backward(d_in, d_out, d_bias, tensors, generators, results)
+    fold_launch.fold_backward(d_in, d_out, d_bias, tensors, generators, results)
     return results
 
 

@@ -83,7 +83,7 @@ _ALWAYS = {
 # Where a target wants something else than the others: NP, or None for all.
 _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
     "sm_100": {
-        (None, "project"): Tile(32, 128),
+        (None, "project"): Tile(32, 64, 2),
         (8, "write_backward"): Tile(2, 128),
         (8, "write_project"): Tile(16, 16, 8, 1),
     },

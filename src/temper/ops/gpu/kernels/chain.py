@@ -46,7 +46,7 @@ def write_project(
         rows = tl.dot(flat, tl.load(maps + place, mask=fits, other=0.0), rows, input_precision=EXACT, out_dtype=WIDE)
         if HALF:
             bottom = tl.load(maps + R * (N * D) + place, mask=fits, other=0.0)
-            rows = tl.dot(flat, bottom, rows, out_dtype=WIDE)
+            rows = tl.dot(flat, bottom, rows, input_precision="ieee", out_dtype=WIDE)
     s = s.to(tl.int64)
     keep = token < T
     tl.store(z + (s * T + token[:, None]) * R + r[None, :], rows, mask=keep[:, None] & (r < R)[None, :])

@@ -278,10 +278,11 @@ def pull_left(head, sums, d_left, n, here, HEAD: tl.constexpr, N: tl.constexpr, 
                 total += tl.load(sums + HEAD[11] + (r * HEAD[1] + a) * N + n, mask=here, other=0.0)
             tl.store(d_left + n * HEAD[1] + a, total, mask=here)
     elif HEAD[0] == TUCKER:
-        b = tl.arange(0, HEAD[12])
+        BP: tl.constexpr = HEAD[12]
+        b = tl.arange(0, BP)
         fits = (b < HEAD[2])[:, None] & here[None, :]
         for a in range(HEAD[1]):
-            total = tl.zeros((HEAD[12], NP), WIDE)
+            total = tl.zeros((BP, NP), WIDE)
             for r in range(HEAD[4]):
                 place = HEAD[11] + (r * HEAD[2] + b[:, None]) * N + n[None, :]
                 entry = tl.load(core + (a * HEAD[2] + b) * HEAD[4] + r, mask=b < HEAD[2], other=0.0)
@@ -314,14 +315,16 @@ def pull_out(head, sums, d_out, slopes, HEAD: tl.constexpr, WIDE: tl.constexpr):
     O2: tl.constexpr = HEAD[9]
     ROWS: tl.constexpr = HEAD[4]
     SECOND: tl.constexpr = HEAD[10]
-    o1 = tl.arange(0, HEAD[13])
-    o2 = tl.arange(0, HEAD[14])
+    P1: tl.constexpr = HEAD[13]
+    P2: tl.constexpr = HEAD[14]
+    o1 = tl.arange(0, P1)
+    o2 = tl.arange(0, P2)
     in1 = o1 < O1
     in2 = o2 < O2
     both = in1[:, None] & in2[None, :]
     place = HEAD[6] + o1[:, None] * O2 + o2[None, :]
     opened = tl.load(gate)
-    total = tl.zeros((HEAD[13], HEAD[14]), WIDE)
+    total = tl.zeros((P1, P2), WIDE)
     if HEAD[0] == DENSE:
         share = tl.zeros((1,), WIDE)
         for r in range(ROWS):
@@ -339,10 +342,12 @@ def pull_out(head, sums, d_out, slopes, HEAD: tl.constexpr, WIDE: tl.constexpr):
             total += g * first[:, None]
     elif HEAD[0] == TUCKER:
         Q1: tl.constexpr = ROWS // SECOND
-        q1 = tl.arange(0, HEAD[15])
-        q2 = tl.arange(0, HEAD[16])
-        sum1 = tl.zeros((HEAD[13], HEAD[15]), WIDE)
-        sum2 = tl.zeros((HEAD[14], HEAD[16]), WIDE)
+        QP1: tl.constexpr = HEAD[15]
+        QP2: tl.constexpr = HEAD[16]
+        q1 = tl.arange(0, QP1)
+        q2 = tl.arange(0, QP2)
+        sum1 = tl.zeros((P1, QP1), WIDE)
+        sum2 = tl.zeros((P2, QP2), WIDE)
         for r in range(ROWS):
             g = tl.load(d_out + place + r * (O1 * O2), mask=both, other=0.0)
             first = tl.load(x1 + o1 * Q1 + r // SECOND, mask=in1, other=0.0)
@@ -362,7 +367,7 @@ def pull_out(head, sums, d_out, slopes, HEAD: tl.constexpr, WIDE: tl.constexpr):
         if x2 is not None:
             for b in range(SECOND):
                 second = tl.load(x2 + b * O2 + o2, mask=in2, other=0.0)
-                sum2 = tl.zeros((HEAD[14],), WIDE)
+                sum2 = tl.zeros((P2,), WIDE)
                 for r in range(ROWS):
                     g = tl.load(d_out + place + r * (O1 * O2), mask=both, other=0.0)
                     first = tl.load(x1 + (r * O1 + o1) * SECOND + b, mask=in1, other=0.0)

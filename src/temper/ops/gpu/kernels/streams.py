@@ -16,8 +16,8 @@ def wide_dot(left, right, total, HALF: tl.constexpr, WIDE: tl.constexpr, EXACT: 
     """total + left right, for a left side in WIDE and a right side as streams are stored."""
     if HALF:
         high = left.to(tl.bfloat16)
-        total = tl.dot(high, right, total, out_dtype=WIDE)
-        total = tl.dot((left - high.to(WIDE)).to(tl.bfloat16), right, total, out_dtype=WIDE)
+        total = tl.dot(high, right, total, input_precision="ieee", out_dtype=WIDE)
+        total = tl.dot((left - high.to(WIDE)).to(tl.bfloat16), right, total, input_precision="ieee", out_dtype=WIDE)
     else:
         total = tl.dot(left, right, total, input_precision=EXACT, out_dtype=WIDE)
     return total
@@ -54,7 +54,9 @@ def project(
         fits = (r < R)[None, :] & (f < F)[:, None]
         total = tl.dot(h, tl.load(maps + place, mask=fits, other=0.0), total, input_precision=EXACT, out_dtype=WIDE)
         if HALF:
-            total = tl.dot(h, tl.load(maps + R * F + place, mask=fits, other=0.0), total, out_dtype=WIDE)
+            total = tl.dot(
+                h, tl.load(maps + R * F + place, mask=fits, other=0.0), total, input_precision="ieee", out_dtype=WIDE
+            )
         wide = h.to(WIDE)
         square += wide * wide
     s = s.to(tl.int64)
@@ -267,7 +269,7 @@ def through_maps(
         total = wide_dot(dz, top, total, HALF, WIDE, EXACT)
         if HALF:
             bottom = tl.load(maps + R * (N * D) + place, mask=fits, other=0.0)
-            total = tl.dot(dz.to(tl.bfloat16), bottom, total, out_dtype=WIDE)
+            total = tl.dot(dz.to(tl.bfloat16), bottom, total, input_precision="ieee", out_dtype=WIDE)
     return tl.reshape(total, (BT * NP // 16, 16, BD))
 
 
