@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from temper.ops import cpu, fused
+from temper.ops import cpu, fused, gpu
 from temper.ops.autograd import KernelBackend
 from temper.ops.naive import Naive
 from temper.ops.plan import FoldedWeights, RawWeights, Routed, SiteSpec, State
@@ -189,7 +189,12 @@ class Backend(Described, Protocol):
 
 
 # In the order in which they are tried.
-BACKENDS: dict[str, Backend] = {"cpu": KernelBackend(cpu), "fused": KernelBackend(fused), "naive": Naive()}
+BACKENDS: dict[str, Backend] = {
+    "triton": KernelBackend(gpu),
+    "cpu": KernelBackend(cpu),
+    "fused": KernelBackend(fused),
+    "naive": Naive(),
+}
 
 # The name that `use_backend` asks for; None leaves the choice to the device and the dtype.
 _asked: str | None = None
@@ -219,8 +224,8 @@ def use_backend(name: str) -> Iterator[None]:
     whole process. Both hold for all threads.
 
     Args:
-        name: "cpu" (native kernels), "fused" (torch with backwards written by hand), "naive" (plain torch, and the
-            only one whose gradients can be differentiated again) or "auto".
+        name: "triton" (kernels for GPUs), "cpu" (native kernels), "fused" (torch with backwards written by hand),
+            "naive" (plain torch, and the only one whose gradients can be differentiated again) or "auto".
     """
     global _asked
     if name != "auto" and name not in BACKENDS:

@@ -1,0 +1,172 @@
+"""How large a block of work each kernel takes, by target and number of streams.
+
+The numbers come from compiling for GPUs without having one: no spill, few registers, many bytes in flight.
+`temper gpu-check --tune` measures others on a GPU and writes a file; the variable TEMPER_TILES names it. There is no
+autotuning while training: it would time in the middle of a step and let sums depend on what was fastest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+
+VARIABLE = "TEMPER_TILES"
+# What is compiled and checked for; other GPUs take the nearest one that is not newer.
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# The tiles of tests: a few tokens already fill several blocks.
+SMALL = "small"
+
+
+class Tile(NamedTuple):
+    """Tokens and features of a block; warps and pipeline stages."""
+
+    tokens: int
+    features: int = 0
+    warps: int = 4
+    stages: int = 3
+
+
+# By NP, the number of streams padded to a power of two.
+_BY_STREAMS: dict[int, dict[str, Tile]] = {
+    2: {
+        "write_project": Tile(16, 32, 4, 2),
+        "streams_write_backward": Tile(16, 32, 2, 1),
+        "write": Tile(4, 256),
+        "write_backward": Tile(4, 256),
+        "read_backward": Tile(4, 256),
+        "streams_backward": Tile(16, 64, 4, 1),
+        "route": Tile(64),
+        "route_backward": Tile(64),
+    },
+    4: {
+        "write_project": Tile(16, 32, 4, 2),
+        "streams_write_backward": Tile(16, 32, 4, 1),
+        "write": Tile(4, 256),
+        "write_backward": Tile(4, 128),
+        "read_backward": Tile(4, 256),
+        "streams_backward": Tile(16, 64, 4, 1),
+        "route": Tile(32),
+        "route_backward": Tile(16),
+    },
+    8: {
+        "write_project": Tile(16, 16, 8, 1),
+        "streams_write_backward": Tile(16, 16, 8, 1),
+        "write": Tile(4, 256),
+        "write_backward": Tile(4, 128),
+        "read_backward": Tile(4, 256),
+        "streams_backward": Tile(16, 64, 8, 1),
+        "route": Tile(8),
+        "route_backward": Tile(8),
+    },
+    16: {
+        "write_project": Tile(16, 16, 16, 1),
+        "streams_write_backward": Tile(16, 16, 16, 1),
+        "write": Tile(4, 64),
+        "write_backward": Tile(2, 128),
+        "read_backward": Tile(4, 128),
+        "streams_backward": Tile(16, 32, 8, 1),
+        "route": Tile(8, 0, 8),
+        "route_backward": Tile(4, 0, 8),
+    },
+}
+_ALWAYS = {
+    "read": Tile(4, 256),
+    "project": Tile(64, 64),
+    "maps_backward": Tile(64, 128),
+    "heads_backward": Tile(32, 32),
+    "split_maps": Tile(1024),
+}
+# Where a target wants something else than the others: NP, or None for all.
+_OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
+    "sm_100": {
+        (None, "project"): Tile(32, 64, 2),
+        (8, "write_backward"): Tile(2, 128),
+        (8, "write_project"): Tile(16, 16, 8, 1),
+    },
+}
+_SMALL = {
+    "write_project": Tile(16, 32),
+    "streams_write_backward": Tile(16, 32),
+    "write": Tile(4, 32),
+    "write_backward": Tile(4, 32),
+    "read": Tile(4, 32),
+    "read_backward": Tile(4, 32),
+    "streams_backward": Tile(16, 32),
+    "project": Tile(16, 32),
+    "maps_backward": Tile(16, 32),
+    "heads_backward": Tile(16, 16),
+    "split_maps": Tile(64),
+    "route": Tile(8),
+    "route_backward": Tile(8),
+}
+NAMES = tuple(sorted(_SMALL))
+
+# What devices without a GPU take: for counting and compiling sm_90, for tests whatever they set.
+elsewhere = "sm_90"
+
+
+def tile(name: str, padded: int, target: str, wide_streams: bool = False) -> Tile:
+    """The tile of a kernel.
+
+    Args:
+        padded: NP.
+        wide_streams: streams of four bytes, of which half as many features are as many bytes.
+    """
+    found = _table(target).get((padded, name)) or _table(target).get((None, name))
+    if found is None:
+        raise KeyError(f"no tile for {name} with {padded} streams on {target}")
+    if wide_streams and target != SMALL and found.features > 32:
+        found = found._replace(features=found.features // 2)
+    return found
+
+
+@cache
+def _table(target: str) -> dict[tuple[int | None, str], Tile]:
+    if target == SMALL:
+        return {(None, name): value for name, value in _SMALL.items()}
+    table: dict[tuple[int | None, str], Tile] = {(None, name): value for name, value in _ALWAYS.items()}
+    table |= {(n, name): value for n, tiles in _BY_STREAMS.items() for name, value in tiles.items()}
+    return table | _OTHERWISE.get(target, {}) | _from_file(os.environ.get(VARIABLE), target)
+
+
+def _from_file(path: str | None, target: str) -> dict[tuple[int | None, str], Tile]:
+    """Tiles that `temper gpu-check --tune` wrote for this target."""
+    if not path:
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            written = json.load(file)
+        entries = written["tiles"].get(target, [])
+        return {(entry["streams"], _known(entry["kernel"])): Tile(*map(_size, entry["tile"])) for entry in entries}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{VARIABLE} is {path!r}, which is no file of tiles ({error}); `temper gpu-check --tune` writes one"
+        ) from error
+
+
+def _known(name: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"there is no kernel {name!r}")
+    return name
+
+
+def _size(number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= 4096:
+        raise ValueError(f"a tile of {number!r}")
+    return number
+
+
+@lru_cache(maxsize=64)
+def target_of(device: torch.device) -> str:
+    """Which of TARGETS a device counts as; `elsewhere` if it is no GPU."""
+    if device.type != "cuda":
+        return elsewhere
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    known = [target for target in TARGETS if target.startswith("sm_") and int(target[3:]) <= 10 * major + minor]
+    return known[-1] if known else TARGETS[0]

@@ -1,0 +1,137 @@
+"""The Triton kernels in the interpreter, against the definition in float64: values, gradients, races and bounds.
+
+Every process runs several cases, because starting one costs as much as a case.
+"""
+
+import importlib.util
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cases
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton: `make test` installs it"),
+]
+HERE = Path(__file__).parent
+# In units of the largest entry; in bfloat16 one rounding.
+TOLERANCES = {"float64": 1e-10, "float32": 1e-6, "bfloat16": 2**-8}
+
+
+def interpret(argument):
+    path = os.pathsep.join([str(HERE), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment.pop("TEMPER_BACKEND", None)
+    code = [sys.executable, str(HERE / "triton_interpreter.py"), argument]
+    return subprocess.run(code, env=environment, capture_output=True, text=True, check=False)
+
+
+def assert_right(*wanted):
+    done = interpret(json.dumps(wanted))
+    assert done.returncode == 0, done.stderr[-3000:]
+    wrong = []
+    for case, errors in zip(wanted, json.loads(done.stdout), strict=True):
+        # Not "any is larger": what is not a number is wrong too.
+        tolerance = TOLERANCES[case.get("dtype", "float64")]
+        wrong += [(case, {k: v for k, v in errors.items() if not v <= tolerance})]
+    assert not any(errors for _, errors in wrong), [entry for entry in wrong if entry[1]]
+
+
+def case(n, mixer="sinkhorn", generator="cp", dtype="float64", **more):
+    return {"n": n, "mixer": mixer, "generator": generator, "dtype": dtype, **more}
+
+
+# Together every mixer, every generator, every padding of N and every dtype; each through all operations.
+COVERING = {
+    "sinkhorn": [
+        case(4, twice=True),
+        case(3, "sinkhorn, columns", "tucker"),
+        case(4, "sinkhorn", "tucker", "bfloat16", dim=80),
+        case(6, "guarded", "dense"),
+        case(5, "sinkhorn, tol", "tt", "float32", tokens=7),
+    ],
+    "other mixers": [
+        case(4, "newton", tokens=9),
+        case(2, "unconstrained", "dense", "bfloat16"),
+        case(4, "birkhoff", "tt", tokens=9),
+        case(6, "kronecker", "tucker", tokens=9),
+        case(3, "newton, columns", "dense", "float32", tokens=9),
+    ],
+    "many streams": [
+        case(8, "sinkhorn", "tt", "bfloat16"),
+        case(16, "sinkhorn", "cp", tokens=7),
+        case(8, "kronecker", "dense", "float32", tokens=9),
+        case(9, "guarded, columns", "cp", "bfloat16", tokens=5),
+    ],
+    "unusual": [
+        *({"run": "change", "change": change} for change in ("without grad", "without d_x", "without d_weights")),
+        {"run": "change", "change": "without grad and d_x"},
+        {"run": "change", "change": "wide logits", "n": 3},
+        {"run": "change", "change": "strided"},
+        {"run": "change", "change": "another y", "dtype": "bfloat16"},
+        {"run": "change", "change": "no tokens"},
+        {"run": "change", "change": "without d_x and d_weights", "norm_clamp": True, "norm_eps": 0.9},
+        {"run": "in place", "n": 4, "dtype": "float32"},
+        {"run": "mixer", "n": 3, "mixer": "birkhoff", "dtype": "float64"},
+        {"run": "mixer", "n": 6, "mixer": "sinkhorn", "dtype": "float32"},
+    ],
+    "folding": [
+        {"run": "fold", "names": ["cp", "tucker", "tt"], "gain": "rank-one", "n": 3, "dim": 5, "modes": [3, 3]},
+        {"run": "fold", "names": ["tt", "cp", "tucker"], "gain": "full", "n": 2, "dim": 130, "modes": [2, 2]},
+        {"run": "fold", "names": ["dense", "tt", "cp"], "gain": "feature", "n": 4, "dim": 5, "modes": [6]},
+        {"run": "fold", "names": ["dense", "dense", "dense"], "gain": "none", "n": 2, "dim": 7, "modes": [2, 2]},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_kernels_are_the_definition(name):
+    assert_right(*COVERING[name])
+
+
+@pytest.mark.parametrize("side", ["end", "start"])
+def test_no_kernel_touches_a_byte_outside_its_buffers(side):
+    assert_right(
+        case(3, "sinkhorn", "cp", "bfloat16", dim=33, tokens=5, guard=side),
+        case(8, "sinkhorn", "dense", "float32", dim=33, tokens=3, guard=side),
+    )
+
+
+def test_a_step_outside_a_buffer_is_noticed():
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    assert interpret("step too far").returncode == -signal.SIGSEGV
+
+
+GRID = [
+    (mixer, n)
+    for mixer, n in itertools.product(cases.MIXERS, (2, 3, 4, 6, 8, 16))
+    if not (mixer == "birkhoff" and n > 6)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generator", ["cp", "tucker", "tt", "dense"])
+@pytest.mark.parametrize(("mixer", "n"), GRID)
+def test_the_whole_grid(mixer, n, generator):
+    tokens = 5 if n == 16 or mixer == "birkhoff" else 9
+    assert_right(*(case(n, mixer, generator, dtype, dim=24, tokens=tokens) for dtype in TOLERANCES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gain", ["full", "rank-one", "feature", "none"])
+@pytest.mark.parametrize(
+    "names", [["cp"] * 3, ["tucker"] * 3, ["tt"] * 3, ["dense"] * 3, ["cp", "tucker", "tt"]], ids=str
+)
+def test_every_fold(names, gain):
+    shapes = ((2, 24, [2, 2]), (3, 7, [6]), (4, 150, [4, 4]), (6, 9, [6, 6]))
+    assert_right(
+        *({"run": "fold", "names": names, "gain": gain, "n": n, "dim": dim, "modes": m} for n, dim, m in shapes)
+    )
