@@ -80,7 +80,7 @@ def test_table_1_to_the_parameter():
 
 def test_the_study_of_the_results_page_is_the_recipe_that_was_trained():
     settings = recipe.load("study-cpu")
-    assert (settings.train.steps, settings.train.save_every, settings.data.corpus) == (160, 0, "../shared/data/books")
+    assert (settings.train.steps, settings.train.save_every, settings.data.corpus) == (160, 0, "data/books")
     assert settings.changes(replace(settings, train=replace(settings.train, threads=2)), MACHINE) == []
 
 
