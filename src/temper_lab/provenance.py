@@ -24,6 +24,8 @@ def recipe_of(path: Path) -> Recipe | None:
 def corpus_of(recipe: Recipe) -> Corpus:
     """The documents that a recipe reads, or a ValueError if they are not there."""
     data = recipe.data
-    if "climbmix" in data.corpus and not Path(data.corpus).exists():
-        raise ValueError(f"{data.corpus} is not there: temper data download --shards K --folder {data.corpus}")
+    path = Path(data.corpus)
+    if not path.exists() and ("climbmix" in data.corpus or path.name == "books"):
+        what = "books" if path.name == "books" else "--shards K"
+        raise ValueError(f"{path} is not there: temper data download {what} --folder {path}")
     return open_corpus(data.corpus, val_fraction=data.val_fraction, max_chars=data.max_chars or None)

@@ -17,10 +17,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from core_bundles import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from temper_lab.data import DownloadError, Loader, Packer, download, formats, open_corpus, sources, validation_batches
+from temper_lab.data import (
+    DownloadError,
+    Loader,
+    Packer,
+    download,
+    download_books,
+    formats,
+    open_corpus,
+    sources,
+    validation_batches,
+)
 from temper_lab.data import corpus as corpus_module
 from temper_lab.data.corpus import cut
 from temper_lab.data.reader import Reader
@@ -28,6 +39,7 @@ from temper_lab.tokenizer import Tokenizer
 
 # The function of the same name stands before it.
 download_module = importlib.import_module("temper_lab.data.download")
+SHARED_BOOKS = SHARED / "data" / "books"
 WORDS = ["the", "state", "of", "union", "is", "strong", "and", "our", "people", "are", "free", "to", "build", "better"]
 
 
@@ -465,10 +477,17 @@ def test_epochs_and_seeds_differ_and_repeat(make):
     assert not same(starts[1], starts[2])
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"rank": 1, "world": 3}, {"rank": 20, "world": 40}, {"cut_long": False}], ids=str
-)
-def test_resume_is_exact_at_every_kind_of_place(make, settings):
+def test_resume_is_exact_at_every_kind_of_place(make):
+    check_resume(make)
+
+
+@pytest.mark.parametrize("corpus", ["jsonl"], indirect=True)
+@pytest.mark.parametrize("settings", [{"rank": 1, "world": 3}, {"rank": 20, "world": 40}, {"cut_long": False}], ids=str)
+def test_resume_is_exact_with_shares_and_crops(make, settings):
+    check_resume(make, **settings)
+
+
+def check_resume(make, **settings):
     unbroken = make(**settings)
     expected, states = [], [unbroken.state_dict()]
     while unbroken.epoch < 3 or len(expected) < 12:
@@ -828,7 +847,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         fault = self.server.faults.pop(0) if self.server.faults else None
         start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
-        name = self.path.removeprefix("/datasets/karpathy/climbmix-400b-shuffle/resolve/main/")
+        name = urllib.parse.unquote(self.path).removeprefix(self.server.prefix)
         self.server.asked.append((name, start))
         body = (self.server.hub / name).read_bytes()
         if isinstance(fault, int):
@@ -845,6 +864,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(hub):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.hub, server.faults, server.asked = hub, [], []
+        server.prefix = "/datasets/karpathy/climbmix-400b-shuffle/resolve/main/"
         server.address = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -887,3 +907,103 @@ def test_offline(server, hub, tmp_path):
     spoil(folder / "shard_00000.parquet", lambda content: content[:-10])
     with pytest.raises(DownloadError, match="cannot reach"):
         download(1, folder, source=nobody, last_shard=5)
+
+
+# The books
+
+
+@pytest.fixture
+def books(server, hub, monkeypatch):
+    """A small manifest, and the server as the repository that it names."""
+    files = []
+    for title in ("Ärger?", "Walden", "Emma"):
+        text = "\n\n".join(texts_of(20, seed=len(title))).encode()
+        path = hub / "Some One" / f"{title}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(text)
+        files.append(
+            (f"Some_One__{title}.md", f"Some One/{title}.md", sources.Info(len(text), sources.sha256_of(path)))
+        )
+    server.prefix = "/owner/books/0123abc/"
+    manifest = sources.Manifest(
+        server.address,
+        "owner/books",
+        "0123abc",
+        {name: path for name, path, _ in files},
+        {name: info for name, _, info in files},
+    )
+    monkeypatch.setattr(sources.Manifest, "load", lambda name: manifest)
+    return manifest
+
+
+def test_the_manifest_of_the_books():
+    manifest = sources.Manifest.load("books")
+    assert (manifest.repository, manifest.revision[:7]) == ("mlschmitt/classic-books-markdown", "9448827")
+    assert len(manifest.files) == len(set(manifest.paths.values())) == 52
+    assert sum(info.size for info in manifest.files.values()) == 31_992_990
+    for name, path in manifest.paths.items():
+        assert path.replace(" ", "_").replace("/", "__") == name
+        assert len(manifest.files[name].sha256) == 64
+
+
+@pytest.mark.skipif(not SHARED_BOOKS.is_dir(), reason=f"{SHARED_BOOKS} is not here")
+def test_the_shared_books_are_those_of_the_manifest(tmp_path):
+    assert download_module.check(sources.Manifest.load("books"), SHARED_BOOKS) == []
+    assert len(download_books(tmp_path / "books", source=SHARED_BOOKS)) == 52
+    assert open_corpus(tmp_path / "books").fingerprint == open_corpus(SHARED_BOOKS).fingerprint
+
+
+def test_download_books(books, server, tmp_path):
+    folder = tmp_path / "data" / "books"
+    calls = []
+    paths = download_books(folder, progress=lambda *call: calls.append(call))
+    assert [path.name for path in paths] == ["Some_One__Ärger?.md", "Some_One__Walden.md", "Some_One__Emma.md"]
+    assert names(folder) == sorted(books.files)
+    total = sum(info.size for info in books.files.values())
+    assert calls[-1] == (total, total)
+    assert download_module.check(books, folder) == []
+    assert len(open_corpus(folder, max_chars=200).groups("train")) > 1
+    # Only what is not intact is fetched again, and nothing is asked when all is.
+    spoil(paths[1], lambda content: content[:50] + b"\0\0" + content[52:])
+    paths[2].unlink()
+    assert [line.split(":")[0] for line in download_module.check(books, folder)] == [paths[1].name, paths[2].name]
+    server.asked.clear()
+    download_books(folder)
+    download_books(folder)
+    assert server.asked == [("Some One/Walden.md", 0), ("Some One/Emma.md", 0)]
+
+
+def test_download_books_with_faults(books, server, hub, tmp_path):
+    server.faults += ["cut", 503, "no ranges", "cut", "moved"]
+    download_books(tmp_path / "books")
+    assert download_module.check(books, tmp_path / "books") == []
+    assert [start > 0 for _, start in server.asked[:3]] == [False, True, True]
+    # Other text under the same name does not land.
+    (hub / "Some One" / "Emma.md").write_bytes(b"x" * books.files["Some_One__Emma.md"].size)
+    (tmp_path / "books" / "Some_One__Emma.md").unlink()
+    with pytest.raises(
+        DownloadError, match=r"Some_One__Emma.md from .*owner/books is not what was expected: its SHA-256"
+    ):
+        download_books(tmp_path / "books")
+    assert names(tmp_path / "books") == ["Some_One__Walden.md", "Some_One__Ärger?.md"]
+    server.faults += [404]
+    with pytest.raises(DownloadError, match=r"0123abc/Some%20One/Emma.md answered 404"):
+        download_books(tmp_path / "books")
+
+
+def test_books_from_a_folder(books, server, tmp_path):
+    download_books(tmp_path / "one")
+    server.asked.clear()
+    download_books(tmp_path / "two", source=tmp_path / "one")
+    assert not server.asked
+    assert download_module.check(books, tmp_path / "two") == []
+    spoil(tmp_path / "one" / "Some_One__Emma.md", lambda content: content[:-1])
+    with pytest.raises(
+        DownloadError, match=r"one does not have the books.*: 1 differ, Some_One__Emma.md is other text"
+    ):
+        download_books(tmp_path / "three", source=tmp_path / "one")
+    assert not (tmp_path / "three").exists()
+    with pytest.raises(DownloadError, match=r"cannot read .*none \(no such folder\); expected a folder with the books"):
+        download_books(tmp_path / "three", source=tmp_path / "none")
+    with pytest.raises(DownloadError, match=r"from http://127.0.0.1:9/owner/books stopped at 0 bytes"):
+        download_books(tmp_path / "three", source="http://127.0.0.1:9")

@@ -135,6 +135,11 @@ def test_data(corpus_folder, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "train 38 documents" in out
     assert "val   2 documents" in out
+    assert "documents each" in out
+    assert main(["data", "info", "--corpus", str(corpus_folder), "--batches", "0"]) == 0
+    assert "documents each" not in capsys.readouterr().out
+    assert main(["data", "info", "--corpus", str(corpus_folder), "--rows", "0"]) == 1
+    assert "--rows is 0; expected at least 1" in capsys.readouterr().err
     hub = tmp_path / "hub"
     hub.mkdir()
     for name in ("shard_00000.parquet", "shard_06542.parquet"):
@@ -147,6 +152,15 @@ def test_data(corpus_folder, tmp_path, capsys):
     (tmp_path / "climbmix" / "shard_00000.parquet").unlink()
     assert main(words) == 1
     assert "has no shard_00000.parquet" in capsys.readouterr().err
+    for words, message in (
+        (["download"], "data download climbmix: expected --shards K"),
+        (["download", "books", "--shards", "3"], "--shards is for climbmix"),
+        (["download", "books", "--source", str(hub)], "does not have the books of the manifest: 52 differ"),
+        (["check", "--folder", str(hub)], "52 of 52 books"),
+        (["check", "--folder", str(tmp_path / "none")], "no such folder; temper data download books"),
+    ):
+        assert main(["data", *words]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_tokenizer(corpus_folder, tmp_path, capsys):

@@ -1,11 +1,13 @@
-"""`temper data`: look at a corpus, download ClimbMix."""
+"""`temper data`: look at a corpus, download one."""
 
 from __future__ import annotations
 
 import array
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 if TYPE_CHECKING:
     from temper_lab.data import Corpus
@@ -92,20 +94,36 @@ def _show_mixing(
     )
 
 
-def download(shards: int, folder: Path = Path("data/climbmix"), source: str | None = None) -> None:
-    """Bring shards of ClimbMix into a folder; what arrived stays, so run it again after a failure.
+def download(
+    what: Annotated[Literal["climbmix", "books"], tyro.conf.Positional] = "climbmix",
+    shards: int | None = None,
+    folder: Path | None = None,
+    source: str | None = None,
+) -> None:
+    """Bring a corpus into a folder; what arrived stays, so run it again after a failure.
 
         temper data download --shards 8
         temper data download --shards 60 --folder /data/climbmix
+        temper data download books
+        temper data download books --source /mnt/shared/books
+
+    ClimbMix is a large web corpus in shuffled shards. The books are 52 public-domain books in English, 32 MB; each is
+    compared with its SHA-256.
 
     Args:
-        shards: How many training shards of about 100 MB and 60 million tokens; the validation shard comes along.
-        folder: Where they go.
-        source: The address of a mirror of the hub, or a local folder with the same files.
+        what: The corpus.
+        shards: ClimbMix: how many training shards of about 100 MB and 60 million tokens; the validation shard comes
+            along.
+        folder: Where it goes; `data/climbmix` or `data/books` if left out.
+        source: The address of a mirror, or a local folder with the same files.
     """
     from temper_lab import data
     from temper_lab.progress import Bar, size
 
+    if (shards is None) == (what == "climbmix"):
+        expected = "expected --shards K, such as 8" if shards is None else "--shards is for climbmix"
+        raise ValueError(f"temper data download {what}: {expected}")
+    folder = folder or Path("data") / what
     with Bar("downloading", None) as bar:
         started = False
 
@@ -116,5 +134,34 @@ def download(shards: int, folder: Path = Path("data/climbmix"), source: str | No
                 bar.expect(total)
             bar.update(done, f"{size(done)} of {size(total)}")
 
-        paths = data.download(shards, folder, source=source, progress=show)
-    print(f"{len(paths)} shards in {folder}, {size(sum(path.stat().st_size for path in paths))}")
+        if shards is None:
+            paths, kind = data.download_books(folder, source=source, progress=show), "verified books"
+        else:
+            paths, kind = data.download(shards, folder, source=source, progress=show), "shards"
+    print(f"{len(paths)} {kind} in {folder}, {size(sum(path.stat().st_size for path in paths))}")
+
+
+def check(folder: Path = Path("data/books")) -> None:
+    """Compare a folder of the books with their SHA-256, changing nothing.
+
+        temper data check
+        temper data check --folder /mnt/shared/books
+
+    Args:
+        folder: What `temper data download books` made, or somebody's copy of it.
+    """
+    from temper_lab.data.download import check as compare
+    from temper_lab.data.sources import Manifest
+
+    manifest = Manifest.load("books")
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; temper data download books --folder {folder}")
+    troubles = compare(manifest, folder)
+    for line in troubles:
+        print(line)
+    if troubles:
+        raise ValueError(
+            f"{len(troubles)} of {len(manifest.files)} books in {folder} are missing or different; "
+            f"fetch them again: temper data download books --folder {folder}"
+        )
+    print(f"{len(manifest.files)} books in {folder}, all as in {manifest.repository} at {manifest.revision[:7]}")

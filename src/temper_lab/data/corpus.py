@@ -68,11 +68,11 @@ class Corpus:
         is_val = split == "val"
         return [index for index, group in enumerate(self._groups) if (group[0].name == self._val_file) == is_val]
 
-    def num_bytes(self, split: str, group: int) -> float:
+    def num_bytes(self, split: str, group: int) -> int:
         """About how many bytes of text one group holds for a split; known without reading it."""
         _check_split(split)
         share = self._threshold if split == "val" else 1 - self._threshold
-        return sum(part.size for part in self._groups[group]) * (share if self._val_file is None else 1)
+        return int(sum(part.size for part in self._groups[group]) * (share if self._val_file is None else 1))
 
     def documents(self, split: str, group: int) -> Iterator[tuple[int, str]]:
         """The texts of one group that belong to a split, in order, each with the number of its document."""

@@ -1,17 +1,27 @@
-"""ClimbMix from the hub: shards that resume, are verified, and land by rename."""
+"""ClimbMix from the hub, books from GitHub: files that resume, are verified, and land by rename."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from temper_lab.data.formats import open_parquet
-from temper_lab.data.sources import DownloadError, Info, Pace, Source, SourceError, find_source, sha256_of
+from temper_lab.data.sources import (
+    DownloadError,
+    Info,
+    Manifest,
+    Pace,
+    Source,
+    SourceError,
+    find_github,
+    find_source,
+    sha256_of,
+)
 from temper_lab.io import fsync, open_new
 
 REPO = "karpathy/climbmix-400b-shuffle"
@@ -62,6 +72,52 @@ def download(
     if missing := [name for name in names if name not in known]:
         raise DownloadError(f"{where} has no {', '.join(missing[:3])}; expected the layout of {REPO}")
 
+    _fetch_all(where, folder, known, progress)
+    return paths
+
+
+def download_books(
+    folder: str | Path, *, source: str | Path | Source | None = None, progress: Progress | None = None
+) -> list[Path]:
+    """Brings the books of the manifest into a folder, each verified by its SHA-256; files of other names stay.
+
+    Args:
+        source: None for GitHub, the address of a mirror, or a local folder with the same files.
+        progress: called with the bytes done and the bytes in total.
+    """
+    manifest = Manifest.load("books")
+    folder = Path(folder)
+    if check(manifest, folder):
+        where = find_github(source, manifest)
+        try:
+            found = where.info(list(manifest.files))
+        except SourceError as error:
+            raise DownloadError(f"cannot read {where} ({error}); expected a folder with the books") from error
+        # Before anything is written.
+        if wrong := [name for name, info in manifest.files.items() if found.get(name) != info]:
+            state = "other text" if wrong[0] in found else "missing"
+            raise DownloadError(
+                f"{where} does not have the books of the manifest: {len(wrong)} differ, {wrong[0]} is {state}"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        _fetch_all(where, folder, manifest.files, progress)
+    return [folder / name for name in manifest.files]
+
+
+def check(manifest: Manifest, folder: str | Path) -> list[str]:
+    """What is wrong with a folder that should hold the files of a manifest, a line for each file; reads only."""
+    found = []
+    for name, info in manifest.files.items():
+        path = Path(folder) / name
+        trouble = _trouble(path, info) if path.is_file() else "it is not there"
+        if trouble:
+            found.append(f"{name}: {trouble}")
+    return found
+
+
+def _fetch_all(where: Source, folder: Path, known: Mapping[str, Info], progress: Progress | None) -> None:
+    """Brings those files that are not there yet, or not intact."""
+    paths = [folder / name for name in known]
     wanted = [path for path in paths if not path.exists() or _trouble(path, known[path.name])]
     total = sum(known[path.name].size for path in wanted)
     free = shutil.disk_usage(folder).free
@@ -71,7 +127,6 @@ def download(
     for path in wanted:
         _fetch(where, path, known[path.name], partial(_report, progress, done, total))
         done += path.stat().st_size
-    return paths
 
 
 def _fetch(where: Source, path: Path, info: Info, report: Callable[[int], object]) -> None:
@@ -149,8 +204,9 @@ def _trouble(path: Path, info: Info | None) -> str | None:
         return f"it has {size:,} bytes, expected {info.size:,}"
     if info is not None and info.sha256 and sha256_of(path) != info.sha256:
         return f"its SHA-256 is not {info.sha256[:12]}..."
-    try:
-        open_parquet(path).close()
-    except ValueError as error:
-        return str(error)
+    if path.name.removesuffix(".part").endswith(".parquet"):
+        try:
+            open_parquet(path).close()
+        except ValueError as error:
+            return str(error)
     return None

@@ -29,7 +29,7 @@ class Slice(NamedTuple):
     group: int
     first: int
     count: int
-    num_bytes: float
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Reader:
     shuffle_bytes: float = 128e6
 
     @cached_property
-    def num_bytes(self) -> float:
+    def num_bytes(self) -> int:
         """About how many bytes of text the split has, over all ranks."""
         return sum(self.corpus.num_bytes(self.split, group) for group in self.corpus.groups(self.split))
 
@@ -78,7 +78,7 @@ class Reader:
         for group in self.corpus.groups(self.split):
             num_bytes = self.corpus.num_bytes(self.split, group)
             count = max(1, -int(-num_bytes // most))
-            slices += [Slice(group, first, count, num_bytes / count) for first in range(count)]
+            slices += [Slice(group, first, count, num_bytes // count) for first in range(count)]
         if self.is_in_memory:
             return slices
         # The same in every epoch: ranks stay disjoint even when one is an epoch ahead of another.
@@ -90,17 +90,20 @@ class Reader:
         """Windows in an epoch."""
         if self.is_in_memory:
             return 1
-        return max(1, -int(-sum(entry.num_bytes for entry in self._slices) // self.shuffle_bytes))
+        return max(1, -int(-total_bytes(self._slices) // self.shuffle_bytes))
 
     def window(self, epoch: int, number: int) -> list[Slice]:
         """The slices of one window."""
         if self.is_in_memory:
             return self._slices
-        slices = [self._slices[index] for index in permutation(len(self._slices), self.seed, epoch, "windows")]
-        sizes = np.array([entry.num_bytes for entry in slices])
-        # By the middle of each slice, so that windows are about equally large.
-        place = (np.cumsum(sizes) - sizes / 2) / max(sizes.sum(), 1) * self.num_windows
-        return [entry for entry, at in zip(slices, place.astype(int).tolist(), strict=True) if at == number]
+        found, done, total = [], 0, max(total_bytes(self._slices), 1)
+        for index in permutation(len(self._slices), self.seed, epoch, "windows"):
+            entry = self._slices[index]
+            # By the middle of the slice, so that windows are about equally large; in integers, which round nowhere.
+            if (2 * done + entry.num_bytes) * self.num_windows // (2 * total) == number:
+                found.append(entry)
+            done += entry.num_bytes
+        return found
 
     def read(self, slices: list[Slice], builder: Builder) -> Iterator[float]:
         """Adds the pieces of some slices to a builder; yields the number of bytes read since the last time."""
@@ -115,7 +118,7 @@ class Reader:
                 for index, (document, text) in enumerate(self.corpus.documents(self.split, group))
                 if index % count in firsts
             ]
-            bytes_per_char = sum(entry.num_bytes for entry in members) / max(sum(len(text) for *_, text in texts), 1)
+            bytes_per_char = total_bytes(members) / max(sum(len(text) for *_, text in texts), 1)
             for batch in _batched(texts):
                 self._encode(batch, builder)
                 yield bytes_per_char * sum(len(text) for *_, text in batch)
@@ -164,6 +167,10 @@ class Reader:
         if missing := [key for key in keys if tuple(key) not in places]:
             raise ValueError(f"{self.corpus.name}: no piece {missing[0]} any more; the corpus has changed")
         return pieces.take(np.array([places[tuple(key)] for key in keys], dtype=np.int64))
+
+
+def total_bytes(slices: list[Slice]) -> int:
+    return sum(entry.num_bytes for entry in slices)
 
 
 def _batched(texts: list[tuple[int, int, int, str]]) -> Iterator[list[tuple[int, int, int, str]]]:

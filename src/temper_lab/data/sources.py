@@ -1,12 +1,15 @@
-"""Where shards come from: the hub, a mirror of it, or a local folder laid out like it."""
+"""Where data comes from: the hub, GitHub, a mirror of one of them, or a local folder with the same files."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Iterator
+import urllib.parse
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +17,7 @@ CHUNK = 1 << 20
 
 
 class DownloadError(ValueError):
-    """A shard did not arrive. What did arrive is kept, and the next attempt continues from it."""
+    """A file did not arrive. What did arrive is kept, and the next attempt continues from it."""
 
 
 class SourceError(Exception):
@@ -47,7 +50,7 @@ class Info:
 
 
 class Source(Protocol):
-    """Where shards come from."""
+    """Where files come from."""
 
     def info(self, names: list[str]) -> dict[str, Info]:
         """What is known of those files that exist."""
@@ -98,8 +101,61 @@ class Hub:
             yield (offset if response.status_code == 206 else 0), response.iter_raw()
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """Files of a GitHub repository that a corpus is made of.
+
+    Args:
+        host: where raw files are served from.
+        revision: a commit.
+        paths: of every file in the repository.
+        files: what every file has to be, by the name it gets here.
+    """
+
+    host: str
+    repository: str
+    revision: str
+    paths: Mapping[str, str]
+    files: Mapping[str, Info]
+
+    @classmethod
+    def load(cls, name: str) -> Manifest:
+        """One of the manifests in this package."""
+        content = json.loads((resources.files("temper_lab.data") / f"{name}.json").read_text(encoding="utf-8"))
+        paths = {file["name"]: file["path"] for file in content["files"]}
+        files = {file["name"]: Info(file["size"], file["sha256"]) for file in content["files"]}
+        return cls(content["host"], content["repository"], content["revision"], paths, files)
+
+
+class GitHub:
+    """The files of a manifest, from GitHub or a mirror of it."""
+
+    def __init__(self, manifest: Manifest, host: str | None = None) -> None:
+        self.manifest, self.host = manifest, (host or manifest.host).rstrip("/")
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.manifest.repository}"
+
+    def info(self, names: list[str]) -> dict[str, Info]:
+        return {name: self.manifest.files[name] for name in names}
+
+    @contextmanager
+    def open(self, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        from huggingface_hub.utils import get_session
+
+        path = urllib.parse.quote(self.manifest.paths[name])
+        url = f"{self.host}/{self.manifest.repository}/{self.manifest.revision}/{path}"
+        headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
+        options = {"headers": headers, "timeout": 60, "follow_redirects": True}
+        with _network(), get_session().stream("GET", url, **options) as response:
+            if response.status_code >= 400:
+                kind = SourceError if _is_passing(response.status_code) else DownloadError
+                raise kind(f"{url} answered {response.status_code} {response.reason_phrase}")
+            yield (offset if response.status_code == 206 else 0), response.iter_raw()
+
+
 class Folder:
-    """A local folder laid out like the data set, such as a copy on a shared disk."""
+    """A local folder with the same files, such as a copy on a shared disk."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -128,6 +184,12 @@ def find_source(source: str | Path | Source | None, repo: str) -> Source:
     return Folder(source) if isinstance(source, str | Path) else source
 
 
+def find_github(source: str | Path | Source | None, manifest: Manifest) -> Source:
+    if source is None or (isinstance(source, str) and source.startswith(("http://", "https://"))):
+        return GitHub(manifest, source)
+    return Folder(source) if isinstance(source, str | Path) else source
+
+
 @contextmanager
 def _network() -> Iterator[None]:
     """Whatever the hub's library and the HTTP library below it raise, as one of two things."""
@@ -135,9 +197,11 @@ def _network() -> Iterator[None]:
 
     try:
         yield
+    except (DownloadError, SourceError):
+        raise
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
-        if status is not None and status < 500 and status not in (408, 429):
+        if status is not None and not _is_passing(status):
             raise DownloadError(f"the hub refused: {_line(error)}") from error
         raise SourceError(_line(error)) from error
     except OSError as error:
@@ -147,6 +211,11 @@ def _network() -> Iterator[None]:
         if not any(base.__name__ in ("HTTPError", "TransportError") for base in type(error).__mro__):
             raise
         raise SourceError(f"{type(error).__name__}: {_line(error)}") from error
+
+
+def _is_passing(status: int) -> bool:
+    """Whether an HTTP error is worth another attempt."""
+    return status >= 500 or status in (408, 429)
 
 
 def _line(error: Exception) -> str:

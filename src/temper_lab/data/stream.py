@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from temper_lab.data.packing import Packer
 from temper_lab.data.pieces import Ints, Key, Pieces, permutation
-from temper_lab.data.reader import Reader
+from temper_lab.data.reader import Reader, total_bytes
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,8 @@ class Stream:
             tell: called with the bytes of text that are tokenized, and those in total.
         """
         if self._window is None:
-            slices = self._reader.window(self._place.epoch, self._place.window)
-            total, done = sum(entry.num_bytes for entry in slices), 0.0
             reading = Reading(self._reader, self._place)
+            total, done = total_bytes(reading.slices), 0.0
             for num_bytes in reading:
                 done += num_bytes
                 tell(done, total)
@@ -144,7 +143,7 @@ class Stream:
             )
         # The next window is read a little with every row of this one.
         self._next = Reading(reader, self._after(carried))
-        self._pace = sum(entry.num_bytes for entry in self._next.slices) / max(len(self._window) - place.row, 1)
+        self._pace = total_bytes(self._next.slices) / max(len(self._window) - place.row, 1)
         self._ahead = 0.0
 
     def __iter__(self) -> Iterator[tuple[Window, int]]:
