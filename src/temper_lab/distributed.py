@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from temper.gates import with_vector_gates
@@ -84,7 +85,13 @@ def session(device: str = "auto") -> Iterator[World]:
     # abort a process that has finished.
     from torch import _dynamo  # noqa: F401
 
-    dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=TIMEOUT)
+    store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+    # torchrun keeps its store when it starts the processes of a node again, and in it the addresses of those that are
+    # dead. Of several nodes, each counts its own restarts.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if where.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     # Python's own reference has to be the last: it gives up the interpreter's lock while gloo's threads are joined, and
     # one of them may be waiting for the lock to let go of the tensors of the last exchange. DDP's would wait forever.
     group = dist.group.WORLD

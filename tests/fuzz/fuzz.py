@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "lab")]
 
@@ -240,9 +240,12 @@ def _forked(action: Callable[[], int], folder: Path | None = None) -> tuple[int,
             code = 70
             try:
                 os.setsid()
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(said.fileno(), 1)
                 os.dup2(said.fileno(), 2)
-                sys.stdin.close()
+                # Whoever runs this may have put something else there.
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", errors="backslashreplace") for number in (1, 2))
+                os.environ |= ENVIRONMENT
                 os.chdir(folder or "/")
                 resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -363,6 +366,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="run one case and show what it says")
     parser.add_argument("--keep", action="store_true", help="write what fails into the corpus")
     arguments = parser.parse_args()
+    os.environ |= ENVIRONMENT
     prepare()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="temper-fuzz-base-") as name:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+MAX_ROWS, MAX_TOKENS = 10_000, 1 << 24
+
 
 def sample(
     model: Path,
@@ -33,8 +35,9 @@ def sample(
         seed: The same seed gives the same text.
         device: Where to compute.
     """
-    if num < 1:
-        raise ValueError(f"--num is {num}; expected at least 1")
+    for name, value, largest in (("num", num, MAX_ROWS), ("max-tokens", max_tokens, MAX_TOKENS)):
+        if not 1 <= value <= largest:
+            raise ValueError(f"--{name} is {value}; expected at least 1 and at most {largest:,}")
     from temper_lab.engine import stream
     from temper_lab.load import load
     from temper_lab.progress import Bar
