@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -165,6 +165,27 @@ def test_copies_compute_the_same(backend):
     with temper.backend(backend):
         for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert torch.equal(other(streams), module(streams))
+
+
+@pytest.fixture
+def mesh():
+    """One process is enough: what torch can distribute does not depend on how many there are."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["naive", "fused", "cpu"])
+def test_streams_that_are_sharded_along_the_sequence(mesh, backend):
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    with temper.use_backend(backend):
+        for preset in ("mhc", "kromhc", "temper-tucker"):
+            module, streams = site(preset), streams_of(2, 5)
+            want = run(module, streams)
+            sharded = distribute_tensor(streams.detach(), mesh, [Shard(1)]).requires_grad_()
+            got = run(distribute_module(module, mesh), sharded)
+            assert_close([part.full_tensor() for part in got], want)
 
 
 def test_a_state_may_be_finished_twice():

@@ -154,7 +154,8 @@ class SiteSpec:
     def split(self, weights: Tensor) -> Routing:
         """(..., K) -> pre (..., N), res (..., N, N), post (..., N)."""
         n = self.num_streams
-        pre, res, post = weights.split([n, n * n, n], dim=-1)
+        # Not `split`: where one part is unused, its backward would mix plain zeros with the parts of a DTensor.
+        pre, res, post = weights[..., :n], weights[..., n : n + n * n], weights[..., n + n * n :]
         return Routing(pre, res.unflatten(-1, (n, n)), post)
 
     def pack(self, pre: Tensor, res: Tensor, post: Tensor) -> Tensor:
