@@ -1,5 +1,7 @@
 """Every test of the routing library runs on every backend."""
 
+import contextlib
+
 import pytest
 
 import temper
@@ -19,12 +21,13 @@ EVERYWHERE = (
 
 def pytest_generate_tests(metafunc):
     if metafunc.module.__name__.rpartition(".")[2] in EVERYWHERE:
-        metafunc.fixturenames.append("backend_of_test")
         is_once = metafunc.definition.get_closest_marker("once") is not None
         metafunc.parametrize("backend_of_test", BACKENDS[:1] if is_once else BACKENDS, indirect=True)
 
 
-@pytest.fixture
+# Autouse: pytest forgets a fixture that a test does not ask for, however often it is parametrised.
+@pytest.fixture(autouse=True)
 def backend_of_test(request):
-    with temper.backend(request.param):
-        yield request.param
+    name = getattr(request, "param", None)
+    with contextlib.nullcontext() if name is None else temper.use_backend(name):
+        yield name

@@ -46,6 +46,12 @@ def test_four_ways_to_the_same_streams(name):
     torch.testing.assert_close(wrapped, laid_open)
 
 
+def test_the_backend_that_runs_is_the_one_that_is_tested(backend_of_test):
+    """Parametrising by backend was once without effect, and nobody noticed."""
+    _, state = site("temper-cp").begin(torch.randn(3, 4, 6))
+    assert state.backend.name == backend_of_test
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(PRESETS),

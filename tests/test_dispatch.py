@@ -1,19 +1,19 @@
-"""Which implementation runs, and what of torch works with it."""
+"""What of torch works with every backend."""
 
-import contextlib
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import temper
-from temper.ops import backend as backend_module
-from temper.ops import cpu, fused, naive, operators
+from temper.ops import schema
+from temper.ops.cpu import operators
 
 DIM = 16
 fast = pytest.mark.parametrize("backend", ["fused", "cpu"])
@@ -39,48 +39,6 @@ def assert_close(got, want, tolerance=2e-5):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def chosen(module, streams):
-    return backend_module.choose(streams, module.plan, module.mixer)
-
-
-def test_the_choice_follows_device_dtype_and_request():
-    module = site()
-    assert chosen(module, streams_of(3)) is cpu
-    assert chosen(module, streams_of(3, dtype=torch.bfloat16)) is cpu
-    assert chosen(module, streams_of(3, dtype=torch.float64)) is fused
-    assert chosen(module, streams_of(3, dtype=torch.float16)) is fused
-    assert chosen(module, streams_of(3).to("meta")) is fused
-    for name, wanted in (("naive", naive), ("fused", fused), ("cpu", cpu)):
-        with temper.backend(name):
-            assert chosen(module, streams_of(3)) is wanted
-    with temper.backend("cpu"):
-        assert chosen(module, streams_of(3, dtype=torch.float64)) is cpu
-        # What nobody has written a backward for is left to autograd.
-        guarded = site("mhc", tol=1e-3, eps=1e-6)
-        assert chosen(guarded, streams_of(3)) is naive
-    assert site("hc").plan is None
-
-
-def test_requests_nest_and_end_with_an_exception():
-    module, streams = site(), streams_of(3)
-    with contextlib.suppress(KeyError), temper.backend("naive"):
-        with temper.backend("fused"):
-            assert chosen(module, streams) is fused
-        assert chosen(module, streams) is naive
-        raise KeyError
-    assert chosen(module, streams) is cpu
-    with pytest.raises(ValueError, match=r"'fussed'.*fused"), temper.backend("fussed"):
-        pass
-
-
-def test_the_environment_asks_too(monkeypatch):
-    monkeypatch.setenv("TEMPER_BACKEND", "fused")
-    assert chosen(site(), streams_of(3)) is fused
-    monkeypatch.setenv("TEMPER_BACKEND", "gpu")
-    with pytest.raises(ValueError, match=r"TEMPER_BACKEND.*'gpu'"):
-        site()(streams_of(3))
-
-
 def test_the_list_of_backends_says_what_falls_back():
     names = [entry.name for entry in temper.backends()]
     assert names == ["cpu", "fused", "naive"]
@@ -88,9 +46,9 @@ def test_the_list_of_backends_says_what_falls_back():
 
 
 @fast
-@pytest.mark.parametrize("preset", ["temper-cp", "mhc", "kromhc"])
-def test_a_compiled_site_is_the_site(backend, preset):
-    module = site(preset)
+@pytest.mark.parametrize(("preset", "options"), [("temper-cp", {"iters": 3}), ("mhc", {"iters": 2}), ("kromhc", {})])
+def test_a_compiled_site_is_the_site(backend, preset, options):
+    module = site(preset, **options)
     with temper.backend(backend):
         torch.compiler.reset()
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -99,6 +57,25 @@ def test_a_compiled_site_is_the_site(backend, preset):
             out = compiled(streams)
             got = (out, *torch.autograd.grad(out.sin().sum(), [streams, *module.parameters()]))
             assert_close(got, run(module, streams))
+
+
+@fast
+@pytest.mark.parametrize("preset", [preset for preset in temper.PRESETS if preset != "residual"])
+def test_every_preset_compiles_for_inference(backend, preset):
+    """Where nothing needs a gradient: no autograd function, and nothing for Dynamo to stumble over."""
+    module, streams = site(preset), streams_of(2, 5).detach()
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with temper.use_backend(backend), torch.inference_mode() if backend == "cpu" else torch.no_grad():
+        assert_close([compiled(streams)], [module(streams)])
+
+
+@fast
+def test_a_frozen_site_compiles_with_autograd_on(backend):
+    module, streams = site("kromhc").requires_grad_(False), streams_of(2, 5).detach()
+    torch.compiler.reset()
+    with temper.use_backend(backend):
+        assert_close([torch.compile(module, fullgraph=True, backend="eager")(streams)], [module(streams)])
 
 
 @fast
@@ -190,6 +167,27 @@ def test_copies_compute_the_same(backend):
             assert torch.equal(other(streams), module(streams))
 
 
+@pytest.fixture
+def mesh():
+    """One process is enough: what torch can distribute does not depend on how many there are."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["naive", "fused", "cpu"])
+def test_streams_that_are_sharded_along_the_sequence(mesh, backend):
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    with temper.use_backend(backend):
+        for preset in ("mhc", "kromhc", "temper-tucker"):
+            module, streams = site(preset), streams_of(2, 5)
+            want = run(module, streams)
+            sharded = distribute_tensor(streams.detach(), mesh, [Shard(1)]).requires_grad_()
+            got = run(distribute_module(module, mesh), sharded)
+            assert_close([part.full_tensor() for part in got], want)
+
+
 def test_a_state_may_be_finished_twice():
     """The gradient of the streams goes one way for both, and is linear in what comes."""
     module, streams = site(), streams_of(2, 5)
@@ -231,11 +229,33 @@ def test_modes_and_the_profiler_see_operators_and_nobody_else_pays_for_them(monk
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         assert_close(run(module, streams), want, 0)
     assert {event.name for event in profiler.events()} >= PASSES
-    monkeypatch.setattr(operators, "_WATCHERS", ())
+    monkeypatch.setattr(schema, "_WATCHERS", ())
     # Without a watcher even a mode is passed by.
     with Seen() as seen:
         assert_close(run(module, streams), want, 0)
     assert not seen.names & PASSES
+
+
+def test_a_site_takes_few_python_calls():
+    """On a small batch calls cost more than kernels: docs/LOG.md has the counts."""
+    module, streams = site(), streams_of(3)
+    calls = []
+
+    def count(frame, event, _):
+        if event == "call" and "temper" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_qualname)
+
+    def forward():
+        x, state = module.begin(streams)
+        return module.finish(state, x)
+
+    forward()
+    sys.setprofile(count)
+    try:
+        forward()
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 60, calls
 
 
 def test_tensors_of_other_kinds_go_through_the_dispatcher():
@@ -243,28 +263,28 @@ def test_tensors_of_other_kinds_go_through_the_dispatcher():
         pass
 
     plain = torch.ones(1)
-    assert operators.operator("begin", plain, None, nn.Parameter(plain)) is operators._begin
+    assert operators.operator("begin", (plain, None, nn.Parameter(plain))) is operators._run_begin
     for tensor in (plain.as_subclass(Other), plain.to("meta")):
-        assert operators.operator("begin", plain, tensor) is torch.ops.temper.begin
+        assert operators.operator("begin", (plain, tensor)) is torch.ops.temper.begin
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_is_one_that_torch_accepts(name):
     module, streams = site(), streams_of(6).detach()
-    plan, fold = module.plan, [tensor.detach() for tensor in module.fold(torch.float32)]
-    numbers, y, grad = plan.numbers, torch.randn(6, DIM), torch.randn(6, 4, DIM)
-    x, weights, z, norms = torch.ops.temper.begin(streams, *fold, *numbers)
-    logits, mixer = torch.randn(6, 4, 4), module.mixer.plan().numbers
+    spec, folded = module.spec, [tensor.detach() for tensor in module.fold(torch.float32)[:3]]
+    numbers, y, grad = spec.packed, torch.randn(6, DIM), torch.randn(6, 4, DIM)
+    x, weights, z, norms = torch.ops.temper.begin(streams, *folded, *numbers)
+    logits, mixer = torch.randn(6, 4, 4), module.mixer.site_spec().packed
     heads = (module.pre, module.res, module.post)
     tensors = [tensor.detach() for owner in (module.norm, *heads) for tensor in owner.stored()]
-    sizes = [len(fold[0]), len(fold[1]), len(fold[2])]
+    sizes = [len(part) for part in folded]
     arguments = {
-        "fold": (tensors, plan.form, sizes, False),
-        "fold_backward": (*fold, tensors, plan.form, False),
-        "begin": (streams, *fold, *numbers),
+        "fold": (tensors, spec.generators, sizes, False),
+        "fold_backward": (*folded, tensors, spec.generators, False),
+        "begin": (streams, *folded, *numbers),
         "finish": (streams, y, weights, *numbers),
         "finish_backward": (grad, streams, y, weights, *numbers),
-        "begin_backward": (grad, x, weights, streams, *fold, weights, z, norms, *numbers),
+        "begin_backward": (grad, x, weights, streams, *folded, weights, z, norms, *numbers),
         "mix": (logits, *mixer),
         "mix_backward": (logits, logits, logits, *mixer),
     }[name]

@@ -15,7 +15,8 @@ import torch
 
 import cases
 import test_fold
-from temper.ops import build, cpu, operators
+from temper.ops import cpu
+from temper.ops.cpu import build, operators
 
 HERE = Path(__file__).parent
 STORED = (torch.float32, torch.bfloat16, torch.float64)
@@ -68,8 +69,9 @@ def compare_threads():
         results = []
         for threads in (1, 2, 2):
             torch.set_num_threads(threads)
-            fold = cpu.fold(site.tensors, site.plan, torch.float32)
-            results.append([*fold, *cpu.fold_backward(fold, site.tensors, site.plan, torch.float32)])
+            fold = cpu.folding.fold(site.tensors, site.spec, torch.float32)
+            slopes = cpu.folding.fold_backward(fold, site.tensors, site.spec, torch.float32)
+            results.append([*fold[:3], *slopes])
         for values in zip(*results, strict=True):
             assert all(torch.equal(values[0], value) for value in values), names
 
@@ -107,39 +109,39 @@ def blank(*shape, like):
     return torch.full(shape, torch.nan, dtype=like.dtype)
 
 
-def call(name, plan, tokens, flags, tensors, at_end, dtype):
+def call(name, spec, tokens, flags, tensors, at_end, dtype):
     """A kernel with every tensor between guard pages; what it left in them."""
     blocks = [None if tensor is None else Guarded(tensor, at_end) for tensor in tensors]
     pointers = [None if block is None else block.address for block in blocks]
-    operators._kernel(name, dtype)(operators._prepare(*plan.numbers)[2], tokens, 1, *flags, *pointers)
+    operators._kernel(name, dtype)(operators._prepare(*spec.packed)[2], tokens, 1, *flags, *pointers)
     return [None if block is None else block.read() for block in blocks]
 
 
 def run_guarded(case, at_end, project, extra=0):
     """All kernels by hand, through the C interface; `extra` tokens are too many."""
-    plan, fold, streams, y = case.plan, case.fold, case.streams, case.y
-    tokens, dtype, rows = len(streams) + extra, streams.dtype, sum(case.plan.rows)
-    made = [blank(*y.shape, like=streams), *(blank(len(y), k, like=fold.bias) for k in (plan.num_weights, rows, 2))]
+    spec, fold, streams, y = case.spec, case.folded[:3], case.streams, case.y
+    tokens, dtype, rows = len(streams) + extra, streams.dtype, case.spec.num_rows
+    made = [blank(*y.shape, like=streams), *(blank(len(y), k, like=fold[2]) for k in (spec.num_weights, rows, 2))]
     if not project:
-        made[2] = streams.flatten(1).to(fold.bias.dtype) @ fold.in_map.flatten(1).T
+        made[2] = streams.flatten(1).to(fold[2].dtype) @ fold[0].flatten(1).T
     given = [streams, *fold, *made]
-    x, weights, z, norms = call("begin", plan, tokens, (project,), given, at_end, dtype)[4:]
+    x, weights, z, norms = call("begin", spec, tokens, (project,), given, at_end, dtype)[4:]
     finish = "finish" if y.dtype == dtype else "finish_other"
     given = [streams, y, weights, blank(*streams.shape, like=streams)]
-    following = call(finish, plan, tokens, (), given, at_end, dtype)[3]
+    following = call(finish, spec, tokens, (), given, at_end, dtype)[3]
     given = [case.grad, streams, y, weights, blank(*y.shape, like=y), blank(*weights.shape, like=weights)]
-    d_y, d_weights = call(finish.replace("finish", "finish_backward"), plan, tokens, (), given, at_end, dtype)[4:]
-    outputs = [blank(*tensor.shape, like=tensor) for tensor in (streams, fold.in_map, fold.out, fold.bias)]
+    d_y, d_weights = call(finish.replace("finish", "finish_backward"), spec, tokens, (), given, at_end, dtype)[4:]
+    outputs = [blank(*tensor.shape, like=tensor) for tensor in (streams, fold[0], fold[1], fold[2])]
     outputs.insert(2, None if project else blank(*z.shape, like=z))
     given = [case.grad, case.d_x, d_weights + case.d_weights, streams, *fold, weights, z, norms, *outputs]
-    d_streams, _, d_z, d_out, d_bias = call("begin_backward", plan, tokens, (project,), given, at_end, dtype)[10:]
+    d_streams, _, d_z, d_out, d_bias = call("begin_backward", spec, tokens, (project,), given, at_end, dtype)[10:]
     results = {"x": x, "weights": weights, "next": following, "d_y": d_y, "d_out": d_out, "d_bias": d_bias}
     # Without `project`, what goes through the map is left to a matrix product.
     results |= {"d_streams": d_streams} if project else {"d_z": d_z}
-    logits = torch.randn(len(streams), plan.logits, dtype=fold.bias.dtype)
-    matrices = torch.zeros(len(streams), plan.num_streams**2, dtype=logits.dtype)
-    call("mixer", plan, tokens, (), [logits, None, None, matrices], at_end, dtype)
-    call("mixer", plan, tokens, (), [logits, matrices, matrices, torch.zeros_like(logits)], at_end, dtype)
+    logits = torch.randn(len(streams), spec.num_logits, dtype=fold[2].dtype)
+    matrices = torch.zeros(len(streams), spec.num_streams**2, dtype=logits.dtype)
+    call("mixer", spec, tokens, (), [logits, None, None, matrices], at_end, dtype)
+    call("mixer", spec, tokens, (), [logits, matrices, matrices, torch.zeros_like(logits)], at_end, dtype)
     return results
 
 
@@ -180,17 +182,17 @@ def fold_between_guards(at_end):
             for dim in (1, 25, 270):
                 site = test_fold.Site(*names, dim, (4, 4), wide)
                 tensors = [tensor.detach() for tensor in site.tensors]
-                plain = cpu.fold(tensors, site.plan, dtype)
+                plain = cpu.folding.fold(tensors, site.spec, dtype)
                 given = [Guarded(tensor, at_end) for tensor in tensors]
-                made = [Guarded(blank(*part.shape, like=part), at_end) for part in plain]
+                made = [Guarded(blank(*part.shape, like=part), at_end) for part in plain[:3]]
                 slopes = [Guarded(blank(*tensor.shape, like=tensor), at_end) for tensor in tensors]
-                form = operators._form(site.plan.form)
+                form = operators._generators(site.spec.generators)
                 addresses = [block.address for block in made]
                 operators._kernel("fold", dtype)(form, 1, _addresses(given), *addresses)
                 operators._kernel("fold_backward", dtype)(form, 1, _addresses(given), *addresses, _addresses(slopes))
                 results = [block.read() for block in (*made, *slopes)]
                 for got, wanted in zip(
-                    results, [*plain, *cpu.fold_backward(plain, tensors, site.plan, dtype)], strict=True
+                    results, [*plain[:3], *cpu.folding.fold_backward(plain, tensors, site.spec, dtype)], strict=True
                 ):
                     assert torch.equal(got, wanted), (dtype, names, dim)
 
@@ -247,7 +249,7 @@ def test_memcheck_finds_nothing_in_the_kernels_own_memory(tmp_path):
     source = [str(HERE / "memcheck.cpp"), "-I", str(build.SOURCES), "-ldl", "-o", str(program)]
     subprocess.run([compiler, "-std=c++17", "-g", *source], check=True)
     for dtype in STORED:
-        library = build.library(operators.STORED[dtype])._name
+        library = build.library(operators.ELEMENT_TYPES[dtype])._name
         wide = torch.promote_types(dtype, torch.float32)
         checked = [
             "valgrind",

@@ -5,7 +5,7 @@ import torch
 
 import temper
 from temper.mixers import Mixer
-from temper.ops import newton
+from temper.mixers.sinkhorn import newton
 
 BACKENDS = ("naive", "fused", "cpu")
 EACH_N = pytest.mark.parametrize("num_streams", [4, 8, 16])

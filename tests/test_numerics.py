@@ -180,6 +180,51 @@ def test_streams_of_any_scale_are_finite(preset, dtype, scale):
     assert_finite(hc, (scale * normal(6, 4, 8, seed=1).sign()).to(dtype))
 
 
+# Sites by what they mix with: presets, and the ways to stop that no preset has.
+ALONE = {name: {"preset": name} for name in PRESETS} | {
+    "tol": {"preset": "mhc", "iters": 30, "tol": 1e-3},
+    "tol, eps": {"preset": "mhc", "iters": 30, "tol": 1e-2, "eps": 1e-3},
+    "newton": {"preset": "mhc", "method": "newton"},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_token_depends_on_that_token_alone(name):
+    """Among ordinary tokens every extreme one: the ordinary get the same bits as without them."""
+    options = dict(ALONE[name])
+    config = temper.preset(options.pop("preset"), num_streams=4, dim=7, **options)
+    hc = spread(temper.HyperConnection(config))
+    ordinary, y = normal(19, 4, 7, seed=1), normal(19, 7, seed=2)
+    for dtype in (torch.float32, torch.float64, *HALVES):
+        limits = torch.finfo(dtype)
+        extremes = [torch.inf, -torch.inf, torch.nan, limits.max, limits.tiny / 4, 0.0, 1e3]
+        places = [0, 3, 8, 9, 11, 14, 18]
+        mixed = ordinary.to(dtype, copy=True)
+        for place, value in zip(places, extremes, strict=True):
+            mixed[place] = mixed[place].sign() * value
+        # One entry is enough.
+        mixed[5, 1, 2] = torch.nan
+        others = [t for t in range(19) if t not in (*places, 5)]
+        results = []
+        for tokens in (ordinary, mixed):
+            streams, branch = (tensor.detach().to(dtype).requires_grad_() for tensor in (tokens, y))
+            x, state = hc.begin(streams)
+            outputs = (x, *state.routing, hc.finish(state, branch))
+            grads = [normal(*output.shape, seed=k).to(output.dtype) for k, output in enumerate(outputs)]
+            results.append([*outputs, *torch.autograd.grad(outputs, [streams, branch], grads)])
+        for k, (alone, among) in enumerate(zip(*results, strict=True)):
+            assert alone.isfinite().all()
+            assert torch.equal(alone[others], among[others]), (dtype, k)
+
+
+def spread(hc):
+    """Parameters that make logits of a few units, as after training."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(hc.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=100 + seed))
+    return hc
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("preset", ["hc", "mhc", "temper-cp"])
 def test_routing_does_not_see_the_scale_of_the_streams(preset, dtype):

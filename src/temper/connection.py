@@ -46,7 +46,7 @@ class HyperConnection(Router):
         if branch is not None and not callable(branch):
             raise TypeError(f"branch must be a module or a function, got {type(branch).__name__}")
         self.branch = branch
-        # Save the streams of every so many sites for the backward pass and recompute the rest; `temper.recompute`.
+        # Save the streams of one site in `recompute` for the backward pass, and recompute the rest; 0 saves all.
         self.recompute = 0
         # Called with (site, streams, routing) for every forward; see `temper.observe`.
         self.observers: tuple[Callable[[HyperConnection, Tensor, Routing], None], ...] = ()

@@ -1,4 +1,4 @@
-"""Less memory for the streams of a model, at the price of mixing again."""
+"""Save fewer streams for the backward pass, at the price of mixing again."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Model = TypeVar("Model", bound=nn.Module)
 def best_group(num_streams: int, sites: int) -> int:
     """The group size with the least memory: sqrt(N L / (N + 2)), rounded up.
 
-    L sites in groups of g keep N L / g streams, and while a group runs backwards it holds about (N + 2) g more.
+    L sites in groups of g save N L / g streams, and the backward pass of a group holds about (N + 2) g more.
     """
     return max(1, math.ceil(math.sqrt(num_streams * sites / (num_streams + 2))))
 
 
 def recompute(model: Model, group: int | None = None) -> Model:
-    """Has the hyper-connections of a model keep fewer streams for the backward pass, at the price of mixing again.
+    """Makes the hyper-connections of a model save fewer streams for the backward pass and recompute the rest.
 
-    The gradients are the same. Branches do not run again, so this goes together with activation
-    checkpointing or without it. A compiled model decides for itself what to make again and is not touched by this.
+    The gradients are the same. Branches do not run again, so this works with activation checkpointing and without
+    it. A compiled model decides by itself what to recompute and ignores this.
 
     Args:
         model: any module with `HyperConnection`s in it.
-        group: of so many sites in a row only the first streams are kept; by default sqrt(N L / (N + 2)) for L sites,
-            which takes the least memory; 0 turns it off.
+        group: save the streams of one site in `group`; by default sqrt(N L / (N + 2)) for L sites, which takes the
+            least memory; 0 saves all.
 
     Returns:
         The same model.

@@ -177,7 +177,7 @@ class Router(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         if self.spec.generators is not None and chosen.folding is not None:
             raw = self._raw_weights()
-            for tensor in raw:
+            for tensor in raw.tensors:
                 if tensor.dtype != wide:
                     break
             else:
@@ -200,7 +200,7 @@ class Router(nn.Module):
             tensors.append(tensor)
         else:
             if tensors:
-                return RawWeights(tensors)
+                return RawWeights(tuple(tensors))
         # Something has replaced a parameter by an attribute (a parametrization, a flattened group of parameters).
         return RawWeights(self._stored())
 

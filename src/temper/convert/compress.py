@@ -102,7 +102,7 @@ def compress(
     before = sum(count_parameters(site.config, include_frozen=True) for site in routed_sites(model).values())
     ranks = _ranks(form, targets, rank, error, params)
     # An error is promised in all logits alike, so then they are fitted alike.
-    minds = error is None and form.stretched is not Generator.stretched
+    minds = error is None and form.with_modes_mapped is not Generator.with_modes_mapped
     found = [_fit(form, target, chosen, plain, minds) for target, chosen in zip(targets, ranks, strict=True)]
     heads, lost, whole = [], 0.0, 0.0
     for target, generator in zip(targets, found, strict=True):
@@ -201,7 +201,7 @@ def _fit(form: type[Generator], target: Target, rank: Rank, plain: bool, minds: 
         for mode, root in enumerate(roots, 2):
             stretched = mode_product(stretched, root, mode)
         new = factorize(stretched, form.name, rank, moment=target.measure)
-        new.load_state_dict(new.stretched([None, None, *(torch.linalg.inv(root) for root in roots)]))
+        new.load_state_dict(new.with_modes_mapped([None, None, *(torch.linalg.inv(root) for root in roots)]))
     old_tensor = next(iter(old.state_dict().values()))
     return new.to(old_tensor.device, old_tensor.dtype)
 

@@ -85,7 +85,7 @@ def _start(site: HyperConnection, pre: Tensor, post: Tensor) -> None:
     if site.mixer.doubly_stochastic != "exactly":
         silent.append(site.res)
     for head in silent:
-        head.generator.silence()
+        head.generator.zero_output()
     site.pre.bias.copy_(pre)
     site.post.bias.copy_(post)
 
@@ -129,7 +129,7 @@ def grow(site: HyperConnection, num_streams: int, *, spread: float = 2**-10) -> 
         for name in HEADS:
             head = getattr(site, name)
             # Copies speak together with the voice of one.
-            stretched = head.generator.stretched([repeat / copies, None, *maps[name]])
+            stretched = head.generator.with_modes_mapped([repeat / copies, None, *maps[name]])
             state |= {f"{name}.generator.{key}": value for key, value in stretched.items()}
             state |= {f"{name}.bias": biases[name], f"{name}.gate": head.gate * (growth.gate if name == "res" else 1.0)}
         for key, value in site.norm.state_dict().items():

@@ -112,23 +112,23 @@ class Generator(Registered, nn.Module, family="generator"):
         """Overwrites the stored tensors with the best this generator finds for a dense W."""
         raise NotImplementedError
 
-    def silence(self) -> None:
+    def zero_output(self) -> None:
         """Sets W to zero so that it can still learn: its last tensor is zero, the others stay as they are."""
         with torch.no_grad():
             *_, last = self.parameters()
             last.zero_()
         if not last.is_meta and self.to_dense().any():
             raise ValueError(
-                f"the {self.name} generator is not zero where its last tensor is: it has to override `silence`"
+                f"the {self.name} generator is not zero where its last tensor is: it has to override `zero_output`"
             )
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The stored tensors, by name, of W with every mode k multiplied by the matrix maps[k], or left as it is.
 
         Args:
             maps: one (new mode, old mode) matrix or None for each of (N, D, *out_modes).
         """
-        raise ValueError(f"the {self.name} generator cannot be stretched to more streams: it has no `stretched`")
+        raise ValueError(f"the {self.name} generator does not grow to more streams: it has no `with_modes_mapped`")
 
     def assign_best(self, weight: Tensor, moment: Tensor | None, effort: Effort) -> None:
         """Improves on the stored tensors, which hold what `assign_dense` gave for this W, as far as it can.

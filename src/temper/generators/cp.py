@@ -82,7 +82,7 @@ class CP(Generator, name="cp"):
     def stored(self) -> tuple[Tensor, ...]:
         return tuple(self.factors)
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         pairs = enumerate(zip(self.factors, maps, strict=True))
         return {f"factors.{k}": mode_product(factor.detach(), matrix, 0) for k, (factor, matrix) in pairs}
 

@@ -46,7 +46,7 @@ class Dense(Generator, name="dense"):
     def stored(self) -> tuple[Tensor, ...]:
         return (self.weight,)
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         weight = self.weight.detach()
         for mode, matrix in enumerate(maps):
             weight = mode_product(weight, matrix, mode)

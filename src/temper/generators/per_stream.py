@@ -46,7 +46,7 @@ class PerStream(Dense, name="per-stream"):
         eye_RR = torch.eye(in_map_RND.shape[0], dtype=weight.dtype, device=weight.device)
         return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         # A stream decides for itself, so that its mode and the last output are not stored.
         weight = self.weight.detach()
         for mode, matrix in enumerate(maps[1:-1]):

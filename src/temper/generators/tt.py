@@ -102,7 +102,7 @@ class TT(Generator, name="tt"):
     def stored(self) -> tuple[Tensor, ...]:
         return tuple(self.cores)
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         pairs = enumerate(zip(self.cores, maps, strict=True))
         return {f"cores.{k}": mode_product(core.detach(), matrix, 1) for k, (core, matrix) in pairs}
 

@@ -138,7 +138,7 @@ class Tucker(Generator, name="tucker"):
         stream_NA, feature_DB = (factor.to(dtype=dtype) for factor in self.factors[:2])
         return stream_NA.T, feature_DB.T
 
-    def stretched(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
         factors = zip(self.factors, maps, strict=True)
         stretched = {
             f"factors.{k}": mode_product(factor.detach(), matrix, 0) for k, (factor, matrix) in enumerate(factors)

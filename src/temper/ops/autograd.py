@@ -46,10 +46,10 @@ class KernelBackend:
         # Not -1: without tokens that could be any number.
         tokens = streams.view(math.prod(lead), spec.num_streams, spec.dim)
         link, origin = None, None
-        if needs_graph((tokens, *weights)):
+        is_folded = isinstance(weights, FoldedWeights)
+        passed = weights[:3] if isinstance(weights, FoldedWeights) else weights.tensors
+        if needs_graph((tokens, *passed)):
             origin = Origin.of(given, tokens, group)
-            is_folded = isinstance(weights, FoldedWeights)
-            passed = weights[:3] if is_folded else weights
             x, routing, link, *_ = _Begin.apply(tokens, spec, mixer, self.kernels, origin, is_folded, *passed)
         else:
             x, (routing, _, _) = self.kernels.begin(tokens, folded_of(weights, self.kernels, spec, dtype), spec, mixer)
@@ -94,7 +94,7 @@ def folded_of(
     if isinstance(weights, FoldedWeights):
         return weights
     assert kernels.folding is not None
-    return kernels.folding.fold(weights, spec, dtype)
+    return kernels.folding.fold(weights.tensors, spec, dtype)
 
 
 class _Begin(torch.autograd.Function):

@@ -37,8 +37,10 @@ class FoldedWeights(NamedTuple):
     scale: Tensor | None = None
 
 
-class RawWeights(tuple[Tensor, ...]):
+class RawWeights(NamedTuple):
     """The parameters of a site as they are stored: the gain, then generator, gate and bias of pre, res and post."""
+
+    tensors: tuple[Tensor, ...]
 
 
 # The generators that fold kernels know, in the order of their codes.
@@ -152,7 +154,8 @@ class SiteSpec:
     def split(self, weights: Tensor) -> Routing:
         """(..., K) -> pre (..., N), res (..., N, N), post (..., N)."""
         n = self.num_streams
-        pre, res, post = weights.split([n, n * n, n], dim=-1)
+        # Not `split`: where one part is unused, its backward would mix plain zeros with the parts of a DTensor.
+        pre, res, post = weights[..., :n], weights[..., n : n + n * n], weights[..., n + n * n :]
         return Routing(pre, res.unflatten(-1, (n, n)), post)
 
     def pack(self, pre: Tensor, res: Tensor, post: Tensor) -> Tensor:

@@ -119,9 +119,9 @@ class GeneratorSuite:
         assert moved == self.leaves_zero
 
     @modes
-    def test_silence_can_still_learn(self, in_modes: Modes, out_modes: Modes) -> None:
+    def test_a_zeroed_output_can_still_learn(self, in_modes: Modes, out_modes: Modes) -> None:
         generator = self.build(in_modes, out_modes)
-        generator.silence()
+        generator.zero_output()
         assert generator.to_dense().abs().max() == 0
         generator.to_dense().backward(torch.randn(*in_modes, *out_modes, dtype=torch.float64))
         assert any(p.grad is not None and p.grad.abs().max() > 0 for p in generator.parameters())

@@ -97,7 +97,7 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         last = AXES[self.last]
         first = -3 - last
         one_round = self._guarded_round if self.eps else _log_round
-        # What goes from round to round is log(res), or res itself where it is guarded by eps.
+        # Rounds pass on log(res), or res itself if it is guarded by eps.
         value, done = logits, None
         for index in range(self.iters):
             step = one_round(value, first, last, index)
@@ -106,7 +106,8 @@ class Sinkhorn(Mixer, name="sinkhorn"):
                 # The axis normalised last is exact; a token that is done stays as it is, and so stays done.
                 matrix = value.detach() if self.eps else value.detach().exp()
                 done = ((matrix.sum(first, keepdim=True) - 1).abs() <= self.tol).all(last, keepdim=True)
-                if _all(done):
+                # Without values all rounds run, to the same result.
+                if scaling.has_values(done) and done.all():
                     break
         return value if self.eps else value.exp()
 
@@ -118,7 +119,7 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         return self.tol or (2e-6 if dtype == torch.float32 else 1e-12)
 
     def _turn(self, matrix: Tensor) -> Tensor:
-        """The axis that is exact as rows, and back."""
+        """Transposes, if that makes rows of the axis that is exact; undoes itself."""
         return matrix if self.last == "rows" else matrix.mT
 
     def forward_fast(self, logits: Tensor) -> Tensor:
@@ -150,15 +151,15 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         return 0.5
 
     def slack(self, logits: Tensor, res: Tensor, other_logits: Tensor, other_res: Tensor) -> Tensor:
-        """Columns that have not converged sum to other numbers at other logits, and eps moves entries of its own."""
+        """Accounts for columns that have not converged and sum to different numbers, and for what eps adds."""
         one, far = self._scaled(logits, res)
         two, other_far = self._scaled(other_logits, other_res)
         sums = (one.sum(-2) - two.sum(-2)).abs().sum(-1)
         return ((self.num_streams - 1) / 2) ** 0.5 * sums + far + other_far
 
     def _scaled(self, logits: Tensor, res: Tensor) -> tuple[Tensor, Tensor]:
-        """exp(logits) with rows and columns scaled and rows exact, as turned as it runs; and how far res is from it."""
-        # Without the guard, that is what res is.
+        """The unguarded scaling, transposed if last="columns", and ||res - scaling||."""
+        # Without the guard that is res itself.
         near = Sinkhorn(self.num_streams, iters=self.iters, last=self.last).mix(logits) if self.eps else res
         return self._turn(near), torch.linalg.matrix_norm(res - near)
 
@@ -183,13 +184,8 @@ def _log_round(value: Tensor, first: int, last: int, index: int) -> Tensor:
     return value - value.logsumexp(last, keepdim=True)
 
 
-def _all(done: Tensor) -> bool:
-    # A compiled graph cannot branch on values: there it runs all iterations, to the same result.
-    return not torch.compiler.is_compiling() and not done.is_meta and bool(done.all())
-
-
 class _Limit(torch.autograd.Function):
-    """Newton's method, with a gradient that says nothing of its steps; it is plain torch, so it has gradients too."""
+    """Newton's method with the gradient of its limit; the backward is plain torch and can be differentiated again."""
 
     @staticmethod
     def forward(logits: Tensor, iters: int, tol: float) -> Tensor:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from temper.mixers.sinkhorn.scaling import has_values
+
 # Plain rounds before the first step of Newton's, and the longest step: a softmax is flat far away.
 WARM_UP, LONGEST = 4, 4.0
 TINY = 1e-30
@@ -33,7 +35,8 @@ def find(logits: Tensor, iters: int, tol: float) -> Tensor:
         sums = value.sum(-2)
         error = (sums - 1).abs().amax(-1, keepdim=True)
         done = error <= tol
-        if _all(done):
+        # Without values all steps run, to the same result.
+        if has_values(done) and done.all():
             break
         step = solve_laplacian(value.mT @ value, 1 - sums)
         step = step - step.mean(-1, keepdim=True)
@@ -93,8 +96,3 @@ def _look(logits: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
 
 def _plain(shift: Tensor, sums: Tensor) -> Tensor:
     return shift - sums.clamp_min(TINY).log()
-
-
-def _all(done: Tensor) -> bool:
-    # A compiled graph cannot branch on values: there it runs all steps, to the same result.
-    return not torch.compiler.is_compiling() and not done.is_meta and bool(done.all())

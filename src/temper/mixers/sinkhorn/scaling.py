@@ -1,33 +1,65 @@
-"""Sinkhorn's rounds without autograd: scaling vectors where numbers allow it, logarithms elsewhere.
+"""Sinkhorn's rounds without autograd: scaling vectors where the range of numbers allows it, logarithms elsewhere.
 
-Letters: N streams, T tokens last, so that every operation runs over tokens. The axis normalised last comes first:
-callers transpose if that is the columns.
+Letters: N streams, T tokens last, so that every operation is vectorised over tokens. The axis normalised last comes
+first: callers transpose if that is the columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-# Beyond this spread of logits the scaling vectors would leave the range of the numbers.
-WIDEST = {torch.float32: 40.0, torch.float64: 300.0}
+# Beyond this spread of logits within a column the scaling vectors could leave the range of the dtype.
+MAX_SPREAD = {torch.float32: 40.0, torch.float64: 300.0}
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether Python can branch on the values of a tensor: not in a compiled graph, nor on fake or meta tensors."""
+    return not torch.compiler.is_compiling() and type(tensor) is Tensor and not tensor.is_meta
 
 
 def solve(logits_NNT: Tensor, iters: int) -> Tensor:
     """res (N, N, T) after `iters` rounds of columns, then rows."""
-    if not _can_scale(logits_NNT):
-        return _rounds(logits_NNT, iters)[-1].exp()
-    kernel, rows, columns = _scale(logits_NNT, iters)
-    return kernel * rows[-1] * columns[-1]
+    return _by_token(
+        logits_NNT, lambda: _solve_by_scaling(logits_NNT, iters), lambda: _rounds(logits_NNT, iters)[-1].exp()
+    )
 
 
 def vjp(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
     """The gradient of the logits from that of res.
 
-    In logit space a normalisation takes P times the sum of the gradient from the gradient; every P is made again.
+    In logit space a normalisation subtracts P times the sum of the gradient from the gradient; every P is recomputed.
     """
-    if not _can_scale(logits_NNT):
-        return _vjp_by_logs(logits_NNT, grad_NNT, iters)
+    return _by_token(
+        logits_NNT,
+        lambda: _vjp_by_scaling(logits_NNT, grad_NNT, iters),
+        lambda: _vjp_by_logs(logits_NNT, grad_NNT, iters),
+    )
+
+
+def _by_token(logits_NNT: Tensor, by_scaling: Callable[[], Tensor], by_logs: Callable[[], Tensor]) -> Tensor:
+    """Every token by the faster method that its own logits allow, so that it never depends on its neighbours."""
+    # Where values are not at hand, or only by waiting for a device, logarithms are right for all tokens.
+    if not has_values(logits_NNT) or logits_NNT.device.type != "cpu" or not logits_NNT.numel():
+        return by_logs()
+    spread_T = (logits_NNT.amax(0) - logits_NNT.amin(0)).amax(0)
+    # Not "greater than": NaN goes by logarithms too.
+    is_narrow_T = spread_T <= MAX_SPREAD[logits_NNT.dtype]
+    if is_narrow_T.all():
+        return by_scaling()
+    if not is_narrow_T.any():
+        return by_logs()
+    return torch.where(is_narrow_T, by_scaling(), by_logs())
+
+
+def _solve_by_scaling(logits_NNT: Tensor, iters: int) -> Tensor:
+    kernel, rows, columns = _scale(logits_NNT, iters)
+    return kernel * rows[-1] * columns[-1]
+
+
+def _vjp_by_scaling(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
     kernel, rows, columns = _scale(logits_NNT, iters)
     carry = kernel * rows[-1] * columns[-1] * grad_NNT
     for k in range(iters, 0, -1):
@@ -36,17 +68,8 @@ def vjp(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
     return carry
 
 
-def _can_scale(logits_NNT: Tensor) -> bool:
-    # Looking at values would stop a compiled graph or wait for a device; logarithms are right for all.
-    if torch.compiler.is_compiling() or logits_NNT.device.type != "cpu" or not logits_NNT.numel():
-        return False
-    spread = (logits_NNT.amax(0) - logits_NNT.amin(0)).max()
-    # Not "greater than": what is not a number goes the way of logarithms too.
-    return bool(spread <= WIDEST[logits_NNT.dtype])
-
-
 def _scale(logits_NNT: Tensor, iters: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    # The column's own maximum cancels in the first normalisation.
+    # A column's maximum cancels in the first normalisation.
     kernel = (logits_NNT - logits_NNT.amax(0)).exp_()
     # (N, 1, T) and (N, T).
     rows, columns = [torch.ones_like(kernel[:, :1])], [torch.ones_like(kernel[0])]
@@ -61,7 +84,8 @@ def _rounds(value: Tensor, iters: int) -> list[Tensor]:
     steps = []
     for _ in range(iters):
         for axis in (0, 1):
-            value = value - value.logsumexp(axis, keepdim=True)
+            # Not `keepdim`: of a DTensor, torch 2.13 then takes the wrong axis for the sharded one.
+            value = value - value.logsumexp(axis).unsqueeze(axis)
             steps.append(value)
     return steps
 

@@ -25,6 +25,9 @@ def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str |
     dtype = streams.dtype
     if streams.device.type != "cpu":
         return f"the streams are on {streams.device.type}"
+    # Tracers have tensor types of their own, which the operators take; a DTensor has its memory elsewhere.
+    if type(streams) is not Tensor and hasattr(streams, "device_mesh"):
+        return "the streams are distributed (a DTensor)"
     if dtype not in ELEMENT_TYPES:
         return f"the kernels have no {dtype}"
     # float64 is for checking, where plain torch is easier to believe; the kernels have it for those who ask.
