@@ -31,6 +31,7 @@ KERNELS = {
     "streams_backward",
     "maps_backward",
     "heads_backward",
+    "add_heads",
     "write",
     "write_project",
     "streams_write_backward",

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,6 @@ class Launch(NamedTuple):
     Args:
         kernel: its name.
         arguments: by name, in the order in which the kernel takes them; dtypes and mixers by name too.
-        reads: how often a tensor is read from memory, where that is not once.
     """
 
     kernel: str
@@ -50,7 +48,6 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     warps: int
     stages: int
-    reads: Mapping[str, int] = MappingProxyType({})
 
 
 _recording: list[Launch] | None = None
@@ -129,10 +126,8 @@ class _Site(NamedTuple):
         """Rows of the maps in one product."""
         return min(MAX_ROWS, power(self.spec.num_rows, 16))
 
-    def run(
-        self, kernel: str, grid: tuple[int, ...], tile: tiles.Tile, arguments: dict[str, Any], reads: Any = None
-    ) -> None:
-        run(Launch(kernel, grid, arguments, tile.warps, tile.stages, reads or {}))
+    def run(self, kernel: str, grid: tuple[int, ...], tile: tiles.Tile, arguments: dict[str, Any]) -> None:
+        run(Launch(kernel, grid, arguments, tile.warps, tile.stages))
 
 
 @lru_cache(maxsize=1024)
@@ -212,15 +207,22 @@ def begin(streams: Tensor, folded: FoldedWeights, spec: SiteSpec) -> tuple[Tenso
     site = _Site.of(streams, folded.bias.dtype, spec)
     tokens, features = len(streams), spec.num_streams * spec.dim
     maps = _maps(folded.in_map, site)
-    splits, tile = cdiv(features, CHUNK), site.tile("project")
+    splits, row_blocks = cdiv(features, CHUNK), cdiv(spec.num_rows, site.row_block)
+    tile = site.tile("project")
     parts, squares = folded.bias.new_empty(splits, tokens, spec.num_rows), folded.bias.new_empty(splits, tokens)
     arguments: dict[str, Any] = {"streams": streams, "maps": maps, "z": parts, "squares": squares}
-    arguments |= {"T": tokens, "R": spec.num_rows, "F": features, "CHUNK": CHUNK, "HALF": site.half, "WIDE": site.wide}
+    arguments |= {
+        "T": tokens,
+        "R": spec.num_rows,
+        "F": features,
+        "BLOCKS": row_blocks,
+        "CHUNK": CHUNK,
+        "HALF": site.half,
+        "WIDE": site.wide,
+    }
     arguments |= {"EXACT": site.exact, "BT": tile.tokens, "BF": tile.features, "RP": site.row_block}
-    row_blocks = cdiv(spec.num_rows, site.row_block)
     if tokens:
-        grid = (cdiv(tokens, tile.tokens), splits, row_blocks)
-        site.run("project", grid, tile, arguments, {"streams": row_blocks})
+        site.run("project", (cdiv(tokens, tile.tokens) * row_blocks, splits), tile, arguments)
     return _route(streams, parts, squares, folded, site)
 
 
@@ -393,9 +395,9 @@ def _fold_gradients(
         "R": spec.num_rows,
         "F": features,
     }
-    arguments |= {"TILES": per, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
+    arguments |= {"TILES": per, "BLOCKS": row_blocks, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
     arguments |= {"BT": tile.tokens, "BF": tile.features, "RP": site.row_block}
-    site.run("maps_backward", (columns, shares, row_blocks), tile, arguments, {"streams": row_blocks})
+    site.run("maps_backward", (columns * row_blocks, shares), tile, arguments)
     # Without output maps there are only the biases: no row but that of ones.
     rows = spec.num_rows if folded.out.numel() else 0
     tile, logits = site.tile("heads_backward"), d_logits.shape[1]
@@ -407,8 +409,12 @@ def _fold_gradients(
     arguments |= {"T": tokens, "R": rows, "L": logits, "TILES": per, "WIDE": site.wide, "EXACT": "ieee"}
     arguments |= {"BT": tile.tokens, "BR": block, "BL": tile.features}
     site.run("heads_backward", (*grid, shares), tile, arguments)
-    total = small.sum(0)
-    return FoldedWeights(parts.sum(0), _own_blocks(total, folded.out, spec), total[-1])
+    d_out, d_bias = torch.empty_like(folded.out), torch.empty_like(folded.bias)
+    heads = {name: _heads(spec)[name] for name in ("PRE", "RES", "POST")}
+    arguments = {"parts": small, "d_out": d_out, "d_bias": d_bias, "P": shares, "R": rows, "L": logits}
+    arguments |= {**heads, "WIDE": site.wide, "LP": power(logits)}
+    run(Launch("add_heads", (rows + 1,), arguments, 4, 1))
+    return FoldedWeights(parts.sum(0), d_out, d_bias)
 
 
 def _shares(tokens: int, block: int, programs: int) -> tuple[int, int]:
@@ -416,18 +422,6 @@ def _shares(tokens: int, block: int, programs: int) -> tuple[int, int]:
     count = cdiv(tokens, block)
     per = cdiv(count, min(count, max(1, cdiv(ENOUGH, programs))))
     return per, cdiv(count, per)
-
-
-def _own_blocks(total: Tensor, out: Tensor, spec: SiteSpec) -> Tensor:
-    """Of rows times logits of all heads, (R + 1, L), those of the same head, as `FoldedWeights.out` has them."""
-    if not out.numel():
-        return torch.zeros_like(out)
-    blocks = [
-        total[rows[0] : rows[0] + rows[1], rows[3] : rows[3] + rows[4]].flatten()
-        for rows in _heads(spec).values()
-        if len(rows) == 6 and not rows[5]
-    ]
-    return torch.cat(blocks)
 
 
 def finish_begin(

@@ -19,7 +19,7 @@ KERNELS = {
     for module, names in (
         (fold, ("fold", "fold_backward", "fold_small_backward")),
         (chain, ("write_project", "streams_write_backward")),
-        (routing, ("route", "route_backward", "heads_backward", "mix", "mix_backward")),
+        (routing, ("route", "route_backward", "heads_backward", "add_heads", "mix", "mix_backward")),
         (
             streams,
             (

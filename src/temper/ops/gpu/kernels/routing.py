@@ -129,11 +129,13 @@ def route(
     for s in range(S):
         mean += tl.load(squares + s * T + t, mask=keep, other=1.0)
     mean = mean / F
+    # A number by itself would be a float32.
+    least = tl.full((1,), NORM_EPS, WIDE)
     if CLAMP:
-        rstd = 1.0 / tl.sqrt(tl.maximum(mean, NORM_EPS))
-        slope = tl.where(mean < NORM_EPS, 0.0, -rstd * rstd * rstd / F)
+        rstd = 1.0 / tl.sqrt(tl.maximum(mean, least))
+        slope = tl.where(mean < least, 0.0, -rstd * rstd * rstd / F)
     else:
-        rstd = 1.0 / tl.sqrt(mean + NORM_EPS)
+        rstd = 1.0 / tl.sqrt(mean + least)
         slope = -rstd * rstd * rstd / F
     tl.store(norms + t * 2, rstd, mask=keep)
     tl.store(norms + t * 2 + 1, slope, mask=keep)
@@ -243,6 +245,41 @@ def heads_backward(
         total = tl.dot(rows, grad, total, input_precision=EXACT, out_dtype=WIDE)
     place = (p * (R + 1) + r[:, None]) * L + column[None, :]
     tl.store(parts + place, total, mask=(r < R + 1)[:, None] & (column < L)[None, :])
+
+
+@triton.jit
+def add_head(parts, d_out, row, P, R, L, HEAD: tl.constexpr, LP: tl.constexpr, WIDE: tl.constexpr):
+    """One row of the gradient of a head's output map: the shares of heads_backward in their order."""
+    at = tl.arange(0, LP)
+    mine = at < HEAD[4]
+    total = tl.zeros((LP,), WIDE)
+    for p in range(P):
+        total += tl.load(parts + (p * (R + 1) + HEAD[0] + row) * L + HEAD[3] + at, mask=mine, other=0.0)
+    tl.store(d_out + HEAD[2] + row * HEAD[4] + at, total, mask=mine)
+
+
+@triton.jit(do_not_specialize=["P"])
+def add_heads(
+    parts, d_out, d_bias, P, R, L,
+    PRE: tl.constexpr, RES: tl.constexpr, POST: tl.constexpr, WIDE: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """The gradients of output maps and biases from their shares (P, R + 1, L), of which other blocks are not used."""
+    r = tl.program_id(0)
+    if r == R:
+        at = tl.arange(0, LP)
+        total = tl.zeros((LP,), WIDE)
+        for p in range(P):
+            total += tl.load(parts + (p * (R + 1) + R) * L + at, mask=at < L, other=0.0)
+        tl.store(d_bias + at, total, mask=at < L)
+    elif r < RES[0]:
+        if not PRE[5]:
+            add_head(parts, d_out, r, P, R, L, PRE, LP, WIDE)
+    elif r < POST[0]:
+        if not RES[5]:
+            add_head(parts, d_out, r - RES[0], P, R, L, RES, LP, WIDE)
+    else:
+        if not POST[5]:
+            add_head(parts, d_out, r - POST[0], P, R, L, POST, LP, WIDE)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -35,16 +35,20 @@ def split_maps(maps, parts, SIZE, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def project(
-    streams, maps, z, squares, T, R, F,
+    streams, maps, z, squares, T, R, F, BLOCKS,
     CHUNK: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """A share of z = H . in_map and of the sum of squares: BT tokens, one of the chunks of the F features, RP rows."""
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    """A share of z = H . in_map and of the sum of squares: BT tokens, one of the chunks of the F features, RP rows.
+
+    Blocks of rows are neighbours, so that they read the same streams at the same time.
+    """
+    block = tl.program_id(0) % BLOCKS
+    t = tl.program_id(0) // BLOCKS * BT + tl.arange(0, BT)
     s = tl.program_id(1)
     keep = t < T
     row = t.to(tl.int64) * F
-    r = tl.program_id(2) * RP + tl.arange(0, RP)
+    r = block * RP + tl.arange(0, RP)
     total = tl.zeros((BT, RP), WIDE)
     square = tl.zeros((BT, BF), WIDE)
     for f0 in range(s * CHUNK, min(s * CHUNK + CHUNK, F), BF):
@@ -62,7 +66,7 @@ def project(
     s = s.to(tl.int64)
     tl.store(z + (s * T + t[:, None]) * R + r[None, :], total, mask=keep[:, None] & (r < R)[None, :])
     # Every block of rows has the same sum of squares; the first one keeps it.
-    tl.store(squares + s * T + t, tl.sum(square, 1), mask=keep & (tl.program_id(2) == 0))
+    tl.store(squares + s * T + t, tl.sum(square, 1), mask=keep & (block == 0))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -301,14 +305,14 @@ def streams_backward(
 
 @triton.jit(do_not_specialize=["T", "TILES"])
 def maps_backward(
-    d_z, streams, parts, T, R, F, TILES,
+    d_z, streams, parts, T, R, F, TILES, BLOCKS,
     HALF: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
     """A share of d_in_map = d_z^T H: BF of the F features, TILES tiles of BT tokens, RP rows."""
-    f = tl.program_id(0) * BF + tl.arange(0, BF)
+    f = tl.program_id(0) // BLOCKS * BF + tl.arange(0, BF)
     p = tl.program_id(1)
-    r = tl.program_id(2) * RP + tl.arange(0, RP)
+    r = tl.program_id(0) % BLOCKS * RP + tl.arange(0, RP)
     total = tl.zeros((RP, BF), WIDE)
     for i in range(TILES):
         t = (p * TILES + i) * BT + tl.arange(0, BT)
