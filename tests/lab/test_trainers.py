@@ -64,7 +64,8 @@ def found(folder):
 def check(result, alone, *, exact=True):
     close = {"rtol": 1e-5, "atol": 1e-6} if exact else {"rtol": 0.05, "atol": 0.15}
     assert result["loss"] == pytest.approx(alone["loss"], rel=1e-6 if exact else 1e-2)
-    torch.testing.assert_close(result["logits"], alone["logits"], **close)
+    if "logits" in result:
+        torch.testing.assert_close(result["logits"], alone["logits"], **close)
     for name, value in result.get("gradients", {}).items():
         assert value is not None, name
         torch.testing.assert_close(value.float(), alone["gradients"][name], **close)
