@@ -319,7 +319,7 @@ def test_the_identity_mixer_adds_what_is_written_and_nothing_else(num_streams, d
     grad = normal(*out.shape, seed=3).to(dtype)
     with torch.no_grad():
         for head in () if num_streams == 1 else (hc.pre, hc.post):
-            head.generator.silence()
+            head.generator.zero_output()
     out = hc.finish(hc.begin(streams)[1], y)
     assert torch.equal(torch.autograd.grad(out, streams, grad)[0], grad)
 

@@ -382,7 +382,7 @@ def test_load_model_says_what_is_wrong(tmp_path: Path) -> None:
     (model() / "config.json").write_text("{")
     refused(r"config\.json is not JSON")
     (model() / "config.json").write_bytes(b"\xff\xfe")
-    refused(r"config\.json is not JSON")
+    refused(r"config\.json is not UTF-8 text")
     (model() / "config.json").write_text("[1]")
     refused("holds a list")
     (model() / "config.json").write_text('{"model_type": "gpt2"}')

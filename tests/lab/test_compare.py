@@ -340,18 +340,18 @@ def test_means_and_differences_are_of_equal_settings():
     quartiles = {"median": 2.0, "low": 2.0, "high": 2.0}
     cost = {"rows": [{"method": "mhc", "streams": 4, "step_ms": quartiles, "ratio": quartiles}]}
     found = made_up(runs, cost=cost)
-    assert found["vary"] == {"model.depth": [3, 6], "optim.routing_lr": [0.025, 0.5]}
+    assert found["vary"] == {"model.depth": [3, 6], "optim.routing_lr": [0.0125, 0.5]}
     rows = [
         (row["method"], *row["vary"].values(), row["final"], row["gap"], bool(row["cost"])) for row in table.rows(found)
     ]
     assert rows == [
         ("residual", 3, None, pytest.approx(2.05), 0.0, False),
         ("residual", 6, None, 1.8, 0.0, False),
-        ("mhc", 3, 0.025, pytest.approx(1.975), pytest.approx(-0.075), True),
+        ("mhc", 3, 0.0125, pytest.approx(1.975), pytest.approx(-0.075), True),
         # A residual network has no routing: its runs are the same at every learning rate of it.
         ("mhc", 3, 0.5, 1.95, pytest.approx(-0.05), True),
         # The time of a step was measured with three blocks, and seed 1 has no residual run.
-        ("mhc", 6, 0.025, pytest.approx(1.55), pytest.approx(-0.2), False),
+        ("mhc", 6, 0.0125, pytest.approx(1.55), pytest.approx(-0.2), False),
         ("mhc", 6, 0.5, 1.7, pytest.approx(-0.1), False),
     ]
 

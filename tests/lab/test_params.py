@@ -67,8 +67,8 @@ def test_the_figure_lands_whole(tmp_path, capsys, suffix):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--streams", "0"], "num_streams is 0"),
-        (["--dim", "0"], "dim is 0"),
+        (["--streams", "0"], "--streams has 0; expected 1 to"),
+        (["--dim", "0"], "--dim has 0; expected 1 to"),
         (["--sites", "0"], "--sites is 0"),
         (["--ranks", "two"], "rank 'two' is neither a CP rank like 8 nor a Tucker rank like 2x12"),
         (["--ranks", "9x9"], "rank 9x9 fits none of N = 2, 4, 8"),

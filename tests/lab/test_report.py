@@ -263,14 +263,17 @@ def test_a_varied_study_compares_equal_settings_only(tmp_path):
     rows = {(row["method"], row["model.depth"], row["optim.routing_lr"]): row for row in content.tables["main"].rows}
     assert len(rows) == 3 + 3 * 4 + 2 * 2
     # The recipe's own settings first.
-    assert list(rows)[:4] == [*((name, 3, 0.025) for name in ("residual", "mhc", "temper-cp")), ("residual", 2, 0.025)]
-    assert rows["mhc", 3, 0.025]["bpb"] == pytest.approx((2.02 + 2.03 + 2.54) / 3)
-    assert rows["mhc", 12, 0.025]["bpb"] == pytest.approx(2.005 - 0.012)
+    assert list(rows)[:4] == [
+        *((name, 3, 0.0125) for name in ("residual", "mhc", "temper-cp")),
+        ("residual", 2, 0.0125),
+    ]
+    assert rows["mhc", 3, 0.0125]["bpb"] == pytest.approx((2.02 + 2.03 + 2.54) / 3)
+    assert rows["mhc", 12, 0.0125]["bpb"] == pytest.approx(2.005 - 0.012)
     assert rows["mhc", 3, 0.02]["seeds"] == 1
     # Residual has no routing: the same run stands at every rate, of the seeds that others have.
     assert rows["residual", 3, 0.02]["bpb"] == 2.03
     assert page.tables["main"][0][:4] == ["method", "N", "depth", "routing_lr"]
-    assert page.tables["main"][1][2:5] == ["3", "0.025", "3"]
+    assert page.tables["main"][1][2:5] == ["3", "0.0125", "3"]
     (bpb,) = (column for column in content.tables["main"].columns if column.title == "bpb")
     assert [bpb.is_strong(row) for row in list(rows.values())[:6]] == [False, False, True] * 2
 
@@ -278,9 +281,9 @@ def test_a_varied_study_compares_equal_settings_only(tmp_path):
         (row["against"], row["method"], row["model.depth"], row["optim.routing_lr"]): row
         for row in content.tables["significance"].rows
     }
-    assert [found["residual", "mhc", depth, 0.025]["pairs"] for depth in (2, 3, 6)] == [2, 3, 2]
+    assert [found["residual", "mhc", depth, 0.0125]["pairs"] for depth in (2, 3, 6)] == [2, 3, 2]
     for depth in (2, 6, 12, 24):
-        assert found["residual", "temper-cp", depth, 0.025]["difference"] == pytest.approx(-2 * depth / 1000)
+        assert found["residual", "temper-cp", depth, 0.0125]["difference"] == pytest.approx(-2 * depth / 1000)
     assert found["residual", "mhc", 3, 0.02]["difference"] == pytest.approx(-0.23)
     assert len(found) == 2 * (2 * 5 + 2)
     text = (tmp_path / "tables" / "main.csv").read_text()
@@ -291,11 +294,11 @@ def test_a_varied_study_compares_equal_settings_only(tmp_path):
     assert (keys["residual-n1-s0"]["model.depth"], keys["residual-n1-s0"]["optim.routing_lr"]) == (3, None)
     depths = [(row["model.depth"], row["optim.routing_lr"]) for row in content.tables["curves"].rows]
     assert len(set(depths)) == 7
-    assert "With depth = 3, routing_lr = 0.025: temper-cp has the lowest mean of 3 methods" in content.lines[0]
+    assert "With depth = 3, routing_lr = 0.0125: temper-cp has the lowest mean of 3 methods" in content.lines[0]
     assert any(
         "lowest mean bpb of the values tried: 12 for residual, mhc, temper-cp." in line for line in content.lines
     )
-    assert content.charts["curves"].title == "Validation bits per byte, depth = 3, routing_lr = 0.025"
+    assert content.charts["curves"].title == "Validation bits per byte, depth = 3, routing_lr = 0.0125"
 
 
 def test_figures_of_varied_fields():
@@ -305,7 +308,7 @@ def test_figures_of_varied_fields():
         *("sweep-optim.routing_lr-n4", "sweep-optim.routing_lr-n4-gap"),
     ]
     (panel,) = charts["sweep-model.depth-n4"].panels
-    assert (panel.title, panel.x.is_log) == ("Validation bpb, routing_lr = 0.025", True)
+    assert (panel.title, panel.x.is_log) == ("Validation bpb, routing_lr = 0.0125", True)
     assert panel.x.ticks == ((2, "2"), (3, "3"), (6, "6"), (12, "12"), (24, "24"))
     line, seeds, ring = (mark for mark in panel.marks if mark.method == "mhc")
     # Over the two seeds that all depths have: the third is left out where it is there.
@@ -327,7 +330,7 @@ def test_figures_of_varied_fields():
     # Less than a decade; and residual is level, so none of its points is the best.
     (panel,) = charts["sweep-optim.routing_lr-n4"].panels
     assert not panel.x.is_log
-    assert [mark.x for mark in panel.marks if mark.method == "mhc" and mark.line] == [(0.02, 0.025, 0.03)]
+    assert [mark.x for mark in panel.marks if mark.method == "mhc" and mark.line] == [(0.0125, 0.02, 0.03)]
     assert [mark.x for mark in panel.marks if mark.is_ring] == [(0.02,)]
     for chart in charts.values():
         for one in chart.panels:

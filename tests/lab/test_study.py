@@ -185,7 +185,7 @@ def test_a_base_is_overridden_and_its_study_left_behind(tmp_path):
             recipe.load_study(tmp_path / "loop.toml")
 
 
-VARIED = {"model.depth": [4, 2, 3], "optim.routing_lr": [0.1, 0.025]}
+VARIED = {"model.depth": [4, 2, 3], "optim.routing_lr": [0.1, 0.0125]}
 
 
 def keys(cells):
@@ -201,12 +201,12 @@ def test_a_value_that_the_recipe_has_is_no_other_run():
         *("mhc-n4-s0-depth2", "mhc-n4-s0-depth2-routing_lr0.1", "mhc-n4-s0", "mhc-n4-s0-routing_lr0.1"),
         *("mhc-n4-s0-depth4", "mhc-n4-s0-depth4-routing_lr0.1"),
     ]
-    assert study.axes == (("model.depth", (2, 3, 4)), ("optim.routing_lr", (0.025, 0.1)))
+    assert study.axes == (("model.depth", (2, 3, 4)), ("optim.routing_lr", (0.0125, 0.1)))
     last = study.cells[-1]
     assert last.vary == (("model.depth", 4), ("optim.routing_lr", 0.1))
     assert settings.changes(study.settings_of(last)) == [
         "model.depth was 3, is 4",
-        "optim.routing_lr was 0.025, is 0.1",
+        "optim.routing_lr was 0.0125, is 0.1",
     ]
     # A residual network has no routing to train, and no run is trained twice.
     assert study.value_of(study.cells[0], "optim.routing_lr") is None

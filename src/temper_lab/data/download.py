@@ -72,7 +72,8 @@ def download(
     if missing := [name for name in names if name not in known]:
         raise DownloadError(f"{where} has no {', '.join(missing[:3])}; expected the layout of {REPO}")
 
-    _fetch_all(where, folder, known, progress)
+    # Whatever else the source has told of, only what was asked for is fetched.
+    _fetch_all(where, folder, {name: known[name] for name in names}, progress)
     return paths
 
 
