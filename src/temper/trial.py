@@ -131,8 +131,8 @@ class Trial:
         """Where an error that is not ours came from."""
         if self._handed is not None and self._entered[-1] == self._handed[0]:
             return (
-                f"something happens to the residual after {self._handed[0]}, before the next block; blocks must run one "
-                "after the other, with nothing between them"
+                f"something happens to the residual after {self._handed[0]}, before the next block; blocks must run "
+                "one after the other, with nothing between them"
             )
         return "its blocks may ask for a tensor where a wrapped block has streams"
 

@@ -103,7 +103,9 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(found, folder):
         torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_trained_sharded_comes_back_from_its_folder(found, folder):
+def test_what_was_trained_sharded_comes_back_from_its_folder(found, folder, monkeypatch):
+    # Where transformers copies the file for the Auto classes to.
+    monkeypatch.setenv("HF_MODULES_CACHE", str(folder / "modules"))
     model = trainers.make()
     model.load_state_dict(found["resume"]["state"])
     ids = trainers.batch(0)
@@ -162,7 +164,8 @@ def test_param_groups_in_the_trainer_of_transformers(tmp_path):
         assert torch.equal(again(trainers.batch(0)).logits, model.eval()(trainers.batch(0)).logits)
 
 
-def test_the_page_on_trainers_runs():
+def test_the_page_on_trainers_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
     page = Path(__file__).parents[2] / "docs" / "trainers.md"
     code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     assert code.count("temper.wrap(") >= 4
