@@ -90,8 +90,8 @@ class Trial:
                         failed = error
                         continue
                     raise WrapError(
-                        f"the model runs as it is, but not with streams ({type(error).__name__}: {_short(error)}); its "
-                        "blocks may ask for a tensor where a wrapped block has streams. The model is as it was"
+                        f"the model runs as it is, but not with streams ({type(error).__name__}: {_short(error)}): "
+                        f"{self._whereabouts()}. The model is as it was"
                     ) from error
                 self._check_order(list(blocks))
                 return
@@ -126,6 +126,15 @@ class Trial:
         finally:
             self.copy = before
         return True
+
+    def _whereabouts(self) -> str:
+        """Where an error that is not ours came from."""
+        if self._handed is not None and self._entered[-1] == self._handed[0]:
+            return (
+                f"something happens to the residual after {self._handed[0]}, before the next block; blocks must run "
+                "one after the other, with nothing between them"
+            )
+        return "its blocks may ask for a tensor where a wrapped block has streams"
 
     # What wrapped blocks and carriers report.
 

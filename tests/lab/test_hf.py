@@ -2,18 +2,20 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from older import with_scalar_gates
 
 import temper
 from temper_lab import checkpoint
 from temper_lab.cli import main
 from temper_lab.engine import generate
-from temper_lab.export import export
+from temper_lab.export import Score, export, score_of
 from temper_lab.load import load
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.nanochat import from_nanochat
@@ -412,6 +414,54 @@ def test_export_to_nanochat(folder, tmp_path, capsys):
 
 def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_fresh_python_loads_an_export_by_its_own_files(exported, folder, tmp_path, monkeypatch):
+    # Where transformers copies the files to.
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    code = f"""
+import torch
+from transformers import AutoModelForCausalLM, pipeline
+model = AutoModelForCausalLM.from_pretrained({str(exported)!r}, trust_remote_code=True)
+said = pipeline("text-generation", model={str(exported)!r}, trust_remote_code=True)("the people", max_new_tokens=3)
+with torch.no_grad():
+    total = float(model(torch.arange(9)[None]).logits.double().sum())
+print(type(model).__name__, total, len(said[0]["generated_text"]) > 9)
+model.save_pretrained({str(exported.parent / "again")!r})
+"""
+    with torch.no_grad():
+        total = float(load(folder)[0](torch.arange(9)[None]).double().sum())
+    assert python(code) == f"TemperForCausalLM {total} True\n"
+    files = {"configuration_temper.py", "modeling_temper.py"}
+    for path in (exported, exported.parent / "again"):
+        assert files <= {file.name for file in path.iterdir()}
+        # Nothing but an import, of what is installed.
+        assert all("from temper_lab.hf import Temper" in (path / name).read_text() for name in files)
+        assert all(len((path / name).read_text().splitlines()) < 12 for name in files)
+
+
+def test_the_model_card_says_what_is_known(exported, folder, tmp_path):
+    card = (exported / "README.md").read_text()
+    model, tokenizer = load(folder)
+    total = model.num_parameters()["total"]
+    for part in ("`temper-cp`, 4 residual streams", f"| parameters | {total:,} |", "bits per byte | not known |"):
+        assert part in card
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "from_pretrained(folder, trust_remote_code=True)" in card
+    export(model, tokenizer, tmp_path / "scored", score=Score(1.23456, 70))
+    assert "1.2346 at step 70" in (tmp_path / "scored" / "README.md").read_text()
+    assert score_of(folder) is None
+
+
+@torch.no_grad()
+def test_an_older_export_holds_gates_as_scalars(exported, tmp_path):
+    older = tmp_path / "older"
+    shutil.copytree(exported, older)
+    with_scalar_gates(older)
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (exported, older)]
+    states = [model.state_dict() for model in models]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 
 def test_transformers_is_imported_only_when_asked_for():

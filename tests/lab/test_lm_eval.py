@@ -56,8 +56,6 @@ def lab(corpus_folder):
 
 @pytest.fixture(scope="module")
 def results(lab, tmp_path_factory):
-    import temper_lab.hf  # noqa: F401
-
     folder = tmp_path_factory.mktemp("lm_eval")
     export(*lab, folder / "model")
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
@@ -67,7 +65,7 @@ def results(lab, tmp_path_factory):
         (folder / "tasks" / f"{name}.yaml").write_text(text.format(**paths))
     return lm_eval.simple_evaluate(
         model="hf",
-        model_args={"pretrained": str(folder / "model"), "add_bos_token": True},
+        model_args={"pretrained": str(folder / "model"), "trust_remote_code": True, "add_bos_token": True},
         tasks=["tiny_choice", "tiny_text"],
         task_manager=lm_eval.tasks.TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
         batch_size=3,

@@ -1,8 +1,11 @@
 """Wrapped models in other people's trainers: the numbers of one process, whatever shards or checkpoints the model."""
 
+import copy
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,7 +103,9 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(found, folder):
         torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_trained_sharded_comes_back_from_its_folder(found, folder):
+def test_what_was_trained_sharded_comes_back_from_its_folder(found, folder, monkeypatch):
+    # Where transformers copies the file for the Auto classes to.
+    monkeypatch.setenv("HF_MODULES_CACHE", str(folder / "modules"))
     model = trainers.make()
     model.load_state_dict(found["resume"]["state"])
     ids = trainers.batch(0)
@@ -157,3 +162,55 @@ def test_param_groups_in_the_trainer_of_transformers(tmp_path):
     with torch.no_grad():
         again = temper.load_pretrained(tmp_path / "checkpoint-2")
         assert torch.equal(again(trainers.batch(0)).logits, model.eval()(trainers.batch(0)).logits)
+
+
+def test_the_page_on_trainers_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    page = Path(__file__).parents[2] / "docs" / "trainers.md"
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    assert code.count("temper.wrap(") >= 4
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sites_are_what_peft_can_train_beside_its_adapters():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model, ids = trainers.make().eval(), trainers.batch(0)
+    expected = model(ids).logits
+    adapters = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["hyper_connections"])
+    model = peft.get_peft_model(model, adapters).eval()
+    assert torch.equal(model(ids).logits, expected)
+    model(ids, labels=ids).loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert any("hyper_connections.modules_to_save" in name for name in trained)
+    assert all("lora" in name or "hyper_connections" in name for name in trained)
+
+
+def test_a_block_runs_with_whatever_stands_in_for_its_sites():
+    """What PEFT does, without PEFT: another module in the place of `hyper_connections` that calls a copy of it."""
+
+    class Stand(torch.nn.Module):
+        def __init__(self, sites):
+            super().__init__()
+            self.original, self.copy = sites.requires_grad_(False), copy.deepcopy(sites).requires_grad_()
+
+        def forward(self, *args):
+            return self.copy(*args)
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.copy, name)
+
+    model, ids = trainers.make(), trainers.batch(0)
+    expected = model(ids).logits
+    assert not isinstance(model.model.layers[0].hyper_connections, torch.nn.ModuleList)
+    for block in model.model.layers:
+        block.hyper_connections = Stand(block.hyper_connections)
+    logits = model(ids).logits
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    for block in model.model.layers:
+        assert all(parameter.grad is None for parameter in block.hyper_connections.original.parameters())
+        assert all(parameter.grad is not None for parameter in block.hyper_connections.copy.parameters())
