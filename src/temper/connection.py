@@ -11,6 +11,7 @@ from torch import Tensor
 
 from temper.config import RouterConfig
 from temper.ops import naive
+from temper.ops.backend import choose
 from temper.ops.plan import State
 from temper.precision import no_autocast, widen
 from temper.router import Router
@@ -71,12 +72,48 @@ class HyperConnection(Router):
         """
         streams, backend = state.streams, state.backend
         _check_output(streams, y)
-        if in_place and torch.is_grad_enabled():
-            raise ValueError("in_place is for inference: use it inside torch.no_grad() or torch.inference_mode()")
+        _check_in_place(in_place)
         if backend is None:
             return streams.add_(y.unsqueeze(-2)) if in_place else streams + y.unsqueeze(-2)
         with no_autocast(streams):
             return backend.close_site(state, y, in_place)
+
+    def finish_into(
+        self, following: HyperConnection, state: State, y: Tensor, *, in_place: bool = False
+    ) -> tuple[Tensor, State]:
+        """`finish` here and `begin` at the site that follows: the same, with one pass over the streams less.
+
+            x, state = first.begin(streams)
+            x, state = first.finish_into(second, state, attention(x))
+            streams = second.finish(state, mlp(x))
+
+        Two sites that cannot be chained (another number of streams, residual sites, another backend) run one after
+        the other.
+
+        Args:
+            in_place: as for `finish`; the streams that `begin` or `finish_into` made may be overwritten too.
+        """
+        if not following._can_follow(state):
+            return following.begin(self.finish(state, y, in_place=in_place))
+        streams, backend, spec = state.streams, state.backend, following.spec
+        assert backend is not None
+        assert spec is not None
+        _check_output(streams, y)
+        _check_in_place(in_place)
+        with no_autocast(streams):
+            weights = following._weights_for(backend, state.dtype)
+            x, state = backend.close_and_open(state, y, weights, spec, following.mixer, following.recompute, in_place)
+        if following.observers:
+            following._observe(state.streams, state.routing)
+        return x, state
+
+    def _can_follow(self, state: State) -> bool:
+        """Whether this site can be chained to the one that left the state."""
+        streams, spec = state.streams, self.spec
+        if state.backend is None or spec is None or streams.dtype != state.dtype:
+            return False
+        is_as_large = streams.shape[-2:] == (spec.num_streams, spec.dim)
+        return is_as_large and choose(streams, spec, self.mixer) is state.backend
 
     def read(self, streams: Tensor, routing: Routing) -> Tensor:
         """x = sum_n pre[n] H[n]: (..., N, D) -> (..., D)."""
@@ -122,6 +159,11 @@ class HyperConnection(Router):
     def _observe(self, streams: Tensor, routing: Routing | None) -> None:
         for observer in self.observers:
             observer(self, streams, self.route_wide(streams) if routing is None else routing)
+
+
+def _check_in_place(in_place: bool) -> None:
+    if in_place and torch.is_grad_enabled():
+        raise ValueError("in_place is for inference: use it inside torch.no_grad() or torch.inference_mode()")
 
 
 def _check_output(streams: Tensor, y: Tensor) -> None:

@@ -184,6 +184,18 @@ class Backend(Described, Protocol):
     def close_site(self, state: State, y: Tensor, in_place: bool) -> Tensor:
         """The next streams (..., N, D)."""
 
+    def close_and_open(
+        self,
+        state: State,
+        y: Tensor,
+        weights: FoldedWeights | RawWeights,
+        spec: SiteSpec,
+        mixer: Mixer,
+        group: int,
+        in_place: bool,
+    ) -> tuple[Tensor, State]:
+        """`close_site` of one site and `open_site` of the next, which this backend serves and which is as large."""
+
     def mix(self, logits: Tensor, mixer: Mixer) -> Tensor:
         """res (..., N, N) of logits (..., *logit_shape)."""
 

@@ -98,5 +98,17 @@ class Naive:
         assert state.weights is not None
         return finish(state.streams, y, state.weights, state.spec).to(state.dtype)
 
+    def close_and_open(
+        self,
+        state: State,
+        y: Tensor,
+        weights: FoldedWeights | RawWeights,
+        spec: SiteSpec,
+        mixer: Mixer,
+        group: int,
+        in_place: bool,
+    ) -> tuple[Tensor, State]:
+        return self.open_site(self.close_site(state, y, in_place), weights, spec, mixer, group)
+
     def mix(self, logits: Tensor, mixer: Mixer) -> Tensor:
         return mixer.mix(logits)

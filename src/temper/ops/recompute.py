@@ -7,6 +7,7 @@ branch again.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Segment:
         self._recomputed: Tensor | None = None
 
     def streams(self, first: Tensor, *steps: Tensor) -> Tensor:
-        """The streams (T, N, D); all that are recomputed on the way stay in memory until they are dropped.
+        """The streams; all that are recomputed on the way stay in memory until they are dropped.
 
         Args:
             first: the saved streams of the group.
@@ -46,9 +47,9 @@ class Segment:
             return first
         if self._recomputed is None:
             (spec, kernels), (*earlier, y, weights) = self.step, steps
-            streams = self.before.streams(first, *earlier)
+            streams = tokens_of(self.before.streams(first, *earlier))
             with torch.no_grad():
-                self._recomputed = kernels.finish(streams, y, weights, spec)
+                self._recomputed = kernels.finish(streams, y.reshape(len(weights), spec.dim), weights, spec)
         return self._recomputed
 
     def drop(self) -> None:
@@ -67,24 +68,30 @@ class Origin(NamedTuple):
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, streams: Tensor, tokens: Tensor, group: int) -> Origin | None:
-        """The origin of the streams that a site was given; None if they are to be saved themselves.
-
-        Args:
-            tokens: the streams as (T, N, D).
-        """
+    def of(cls, streams: Tensor, group: int) -> Origin | None:
+        """The origin of the streams that a site was given; None if they are saved themselves, as everywhere."""
         # A compiled graph decides by itself what it recomputes.
         if not group or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
         origin, version = getattr(streams, _MARK, (None, 0))
         # Streams that were changed in place are not what the site before made.
         if origin is None or origin.segment.group != group or version != streams._version:
-            return cls(Segment(group), (tokens.detach(),))
+            return cls(Segment(group), (streams.detach().contiguous(),))
         return origin
 
-    def link_next(self, result: Tensor, y: Tensor, weights: Tensor, spec: SiteSpec, kernels: Kernels) -> None:
-        """Marks the next streams as made from these, unless a new group begins there."""
-        if self.segment.place + 1 < self.segment.group:
-            segment = Segment(self.segment.group, self.segment, (spec, kernels))
-            origin = Origin(segment, (*self.tensors, y.detach(), weights.detach()))
-            setattr(result, _MARK, (origin, result._version))
+    def following(self, y: Tensor, weights: Tensor, spec: SiteSpec, kernels: Kernels) -> Origin | None:
+        """The origin of the streams that are made from these; None if a new group begins there."""
+        if self.segment.place + 1 >= self.segment.group:
+            return None
+        segment = Segment(self.segment.group, self.segment, (spec, kernels))
+        return Origin(segment, (*self.tensors, y.detach(), weights.detach()))
+
+    def mark(self, streams: Tensor) -> None:
+        """Notes on streams that this is their origin, for the site that they are given to."""
+        setattr(streams, _MARK, (self, streams._version))
+
+
+def tokens_of(streams: Tensor) -> Tensor:
+    """(..., N, D) -> (T, N, D)."""
+    # Not -1: without tokens that could be any number.
+    return streams.view(math.prod(streams.shape[:-2]), *streams.shape[-2:])

@@ -62,6 +62,43 @@ def _finish_backward_shapes(
     return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
+def _finish_begin_shapes(
+    streams: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    in_map: Tensor,
+    out: Tensor,
+    bias: Tensor,
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, ...]:
+    return streams.new_empty(streams.shape), *_begin_shapes(streams, in_map, out, bias, ints, floats)
+
+
+def _finish_begin_in_place_shapes(streams: Tensor, y: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _begin_shapes(streams, *rest)
+
+
+def _finish_begin_backward_shapes(
+    grad: Tensor | None,
+    d_x: Tensor | None,
+    d_next_weights: Tensor | None,
+    following: Tensor,
+    in_map: Tensor,
+    out: Tensor,
+    bias: Tensor,
+    next_weights: Tensor,
+    z: Tensor,
+    norms: Tensor,
+    streams: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, ...]:
+    return tuple([tensor.new_empty(tensor.shape) for tensor in (following, in_map, out, bias, y, weights)])
+
+
 def _mix_shape(logits: Tensor, ints: list[int], floats: list[float]) -> Tensor:
     n = SiteSpec.from_packed(ints, floats).num_streams
     return logits.new_empty(logits.shape[0], n, n)
@@ -90,6 +127,22 @@ _SCHEMAS: tuple[tuple[str, Callable[..., Any]], ...] = (
     (
         f"finish_backward(Tensor grad, Tensor streams, Tensor y, Tensor weights, {_SPEC}) -> (Tensor, Tensor)",
         _finish_backward_shapes,
+    ),
+    (
+        f"finish_begin(Tensor streams, Tensor y, Tensor weights, {_FOLDED}, {_SPEC}) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _finish_begin_shapes,
+    ),
+    (
+        f"finish_begin_(Tensor(a!) streams, Tensor y, Tensor weights, {_FOLDED}, {_SPEC}) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+        _finish_begin_in_place_shapes,
+    ),
+    (
+        f"finish_begin_backward(Tensor? grad, Tensor? d_x, Tensor? d_next_weights, Tensor following, {_FOLDED}, "
+        f"Tensor next_weights, Tensor z, Tensor norms, Tensor streams, Tensor y, Tensor weights, {_SPEC}) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _finish_begin_backward_shapes,
     ),
     (f"mix(Tensor logits, {_SPEC}) -> Tensor", _mix_shape),
     (f"mix_backward(Tensor logits, Tensor res, Tensor grad, {_SPEC}) -> Tensor", _mix_backward_shape),

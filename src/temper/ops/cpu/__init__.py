@@ -127,8 +127,13 @@ def finish_begin(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Routed]:
     """`finish` of one site and `begin` of the next."""
-    next_TND = finish(streams_TND, y_TD, weights_TK, spec, in_place)
-    return next_TND, *begin(next_TND, folded, spec, mixer)
+    tensors = (streams_TND, _branch(y_TD, streams_TND), weights_TK, *folded[:3])
+    if in_place:
+        # Through the dispatcher, which counts changes.
+        x, *routed = torch.ops.temper.finish_begin_(*tensors, *spec.packed)
+        return streams_TND, x, Routed(*routed)
+    next_TND, x, *routed = operator("finish_begin", tensors)(*tensors, *spec.packed)
+    return next_TND, x, Routed(*routed)
 
 
 def finish_begin_backward(
@@ -145,8 +150,10 @@ def finish_begin_backward(
     mixer: Mixer,
 ) -> tuple[Tensor, FoldedWeights, Tensor, Tensor]:
     """The gradients of the next streams, of the folded weights, of y and of the routing weights."""
-    d_next, d_folded = begin_backward(grad_TND, d_x_TD, d_next_weights_TK, next_TND, folded, routed, spec, mixer)
-    return d_next, d_folded, *finish_backward(d_next, streams_TND, y_TD, weights_TK, spec)
+    later = (grad_TND, d_x_TD, d_next_weights_TK, next_TND, *folded[:3], *routed)
+    tensors = (*later, streams_TND, _branch(y_TD, streams_TND), weights_TK)
+    d_next, d_in, d_out, d_bias, d_y, d_weights = operator("finish_begin_backward", tensors)(*tensors, *spec.packed)
+    return d_next, FoldedWeights(d_in, d_out, d_bias), d_y.to(y_TD.dtype), d_weights
 
 
 def mix(logits: Tensor, mixer: Mixer) -> Tensor:

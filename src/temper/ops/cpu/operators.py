@@ -107,6 +107,8 @@ _ARGUMENTS = {
     "begin_backward": (15, 2),
     "finish": (4, 1),
     "finish_backward": (6, 1),
+    "finish_begin": (11, 1),
+    "finish_begin_backward": (19, 1),
     "mixer": (4, 1),
     "fold": (4, 0),
     "fold_backward": (5, 0),
@@ -252,6 +254,82 @@ def _run_finish_backward(
     return results
 
 
+def _run_finish_begin(
+    streams: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    in_map: Tensor,
+    out: Tensor,
+    bias: Tensor,
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, ...]:
+    following = streams.new_empty(streams.shape)
+    return following, *_chain(following, streams, y, weights, in_map, out, bias, ints, floats)
+
+
+def _run_finish_begin_in_place(streams: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    if streams.is_contiguous():
+        return _chain(streams, streams, *rest)
+    following, *begun = _run_finish_begin(streams, *rest)
+    streams.copy_(following)
+    return tuple(begun)
+
+
+def _chain(
+    following: Tensor,
+    streams: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    in_map: Tensor,
+    out: Tensor,
+    bias: Tensor,
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, ...]:
+    """Writes the following streams; what the next site makes of them."""
+    spec, _, pointer = _prepare(ints, floats)
+    if not _projects(spec, streams.dtype):
+        # A matrix product stands between the two.
+        _write_next(following, streams, y, weights, ints, floats)
+        return _run_begin(following, in_map, out, bias, ints, floats)
+    begun: tuple[Tensor, ...] = schema.SHAPES["begin"](streams, in_map, out, bias, ints, floats)
+    name = "finish_begin" if y.dtype == streams.dtype else "finish_begin_other"
+    numbers = (pointer, streams.shape[0], torch.get_num_threads())
+    _launch(name, streams.dtype, numbers, (streams, y, weights, in_map, out, bias), (following, *begun))
+    return begun
+
+
+def _run_finish_begin_backward(
+    grad: Tensor | None,
+    d_x: Tensor | None,
+    d_next_weights: Tensor | None,
+    following: Tensor,
+    in_map: Tensor,
+    out: Tensor,
+    bias: Tensor,
+    next_weights: Tensor,
+    z: Tensor,
+    norms: Tensor,
+    streams: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, ...]:
+    spec, _, pointer = _prepare(ints, floats)
+    later = (grad, d_x, d_next_weights, following, in_map, out, bias, next_weights, z, norms)
+    earlier = (streams, y, weights)
+    if not _projects(spec, streams.dtype):
+        pulled = _run_begin_backward(*later, ints, floats)
+        return *pulled, *_run_finish_backward(pulled[0], *earlier, ints, floats)
+    results: tuple[Tensor, ...] = schema.SHAPES["finish_begin_backward"](*later, *earlier, ints, floats)
+    name = "finish_begin_backward" if y.dtype == streams.dtype else "finish_begin_backward_other"
+    numbers = (pointer, streams.shape[0], torch.get_num_threads())
+    _launch(name, streams.dtype, numbers, (*later, *earlier), results)
+    return results
+
+
 def _run_mix(logits: Tensor, ints: list[int], floats: list[float]) -> Tensor:
     res: Tensor = schema.SHAPES["mix"](logits, ints, floats)
     _launch_mixer(ints, floats, (logits, None, None), res)
@@ -280,6 +358,9 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "finish": _run_finish,
     "finish_": _run_finish_in_place,
     "finish_backward": _run_finish_backward,
+    "finish_begin": _run_finish_begin,
+    "finish_begin_": _run_finish_begin_in_place,
+    "finish_begin_backward": _run_finish_begin_backward,
     "mix": _run_mix,
     "mix_backward": _run_mix_backward,
 }

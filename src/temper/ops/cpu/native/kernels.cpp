@@ -2,9 +2,11 @@
 //
 // Letters: N streams, D features, R bottleneck rows, K = N + N^2 + N routing weights of a token (pre, res, post).
 // Tokens are worked on in blocks of eight: while a block is in cache its streams are read once for the
-// sum of squares, the R dot products and x, and between those passes every lane is a token.
+// sum of squares, the R dot products and x, and between those passes every lane is a token. `finish` of one site and
+// `begin` of the next are chained block by block, so that the streams between them are written and read in cache.
 // Blocks and the chunks of a reduction do not depend on the number of threads, so neither do the results.
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -129,14 +131,72 @@ inline void from_lanes(const Pack<R>* lanes, Index count, Index length, R* rows)
 
 inline Index blocks_of(Index tokens) { return (tokens + LANES - 1) / LANES; }
 
+// What is done for one token, by a thread; `make` gives every thread one of its own.
+using PerToken = std::function<void(Index)>;
+using MakePerToken = std::function<PerToken()>;
+
+// H'[m] = sum_n res[m, n] H[n] + post[m] y, token by token; `streams` and `next` may be the same.
+template <class S, class Y, class R = Real<S>>
+MakePerToken finisher(const Sizes& sizes, const S* streams, const Y* y, const R* weights, S* next) {
+    return [=] {
+        // In place, a token's streams are needed until all of them are mixed.
+        const bool in_place = streams == next;
+        return [=, buffer = std::vector<S>(in_place ? sizes.width : 0)](Index t) mutable {
+            const Index n = sizes.n, dim = sizes.dim;
+            const S* h = streams + t * sizes.width;
+            const R *res = weights + t * sizes.weights + n, *post = res + n * n;
+            const Y* branch = y + t * dim;
+            S* target = in_place ? buffer.data() : next + t * sizes.width;
+            by_four(n, [&](Index m, auto num_m) {
+                features<R>(0, dim, [&](Index d, auto kind, auto num) {
+                    using V = decltype(kind);
+                    constexpr int NM = num_m, U = num;
+                    V acc[NM][U];
+                    for (int u = 0; u < U; ++u) {
+                        V value = load<V>(branch + d + u * Width<V>::value);
+                        for (int k = 0; k < NM; ++k) acc[k][u] = value * post[m + k];
+                    }
+                    mix(acc, res + m * n, n, 1, h, n, dim, d);
+                    for (int k = 0; k < NM; ++k)
+                        for (int u = 0; u < U; ++u) store(target + (m + k) * dim + d + u * Width<V>::value, acc[k][u]);
+                });
+            });
+            if (in_place) std::copy(buffer.begin(), buffer.end(), next + t * sizes.width);
+        };
+    };
+}
+
+// The gradients of y and of the routing weights of one token.
+template <class S, class Y, class R = Real<S>>
+MakePerToken finish_puller(const Sizes& sizes, const S* grad, const S* streams, const Y* y, const R* weights, Y* d_y,
+                           R* d_weights) {
+    return [=] {
+        return [=](Index t) {
+            const Index n = sizes.n, dim = sizes.dim;
+            const S *g = grad + t * sizes.width, *h = streams + t * sizes.width;
+            R *mine = d_weights + t * sizes.weights, *d_res = mine + n, *d_post = d_res + n * n;
+            std::fill(mine, mine + sizes.weights, R(0));
+            const Index pieces = dots_of(n, n, dim), bytes = sizes.width * sizeof(S);
+            dots(g, n, dim, h, n, dim, dim, d_res, n, Ahead(g + sizes.width, bytes, pieces),
+                 Ahead(h + sizes.width, bytes, pieces));
+            dots(g, n, dim, y + t * dim, 1, dim, dim, d_post, 1);
+            combine(weights + t * sizes.weights + n + n * n, g, n, dim, d_y + t * dim);
+        };
+    };
+}
+
+// `before`, if there is one, writes the streams of a token.
 template <class S, class R = Real<S>>
 void begin(const Plan& plan, Index tokens, int threads, bool project, const S* streams, const R* in_map, const R* out,
-           const R* bias, S* x, R* weights, R* z, R* norms) {
+           const R* bias, S* x, R* weights, R* z, R* norms, const MakePerToken& before = nullptr) {
     const Sizes sizes(plan);
     over(blocks_of(tokens), threads, [&] {
-        return [&, mixer = make_mixer<R>(plan), routing = Routing<R>(sizes)](Index block) mutable {
+        return [&, mixer = make_mixer<R>(plan), routing = Routing<R>(sizes),
+                write = before ? before() : nullptr](Index block) mutable {
             using V = Pack<R>;
             const Index first = block * LANES, count = std::min<Index>(LANES, tokens - first);
+            if (write)
+                for (Index t = 0; t < count; ++t) write(first + t);
             const S* h = streams + first * sizes.width;
             R* rows = z + first * sizes.rows;
             if (project) {
@@ -170,56 +230,6 @@ void begin(const Plan& plan, Index tokens, int threads, bool project, const S* s
             if (x)
                 for (Index t = 0; t < count; ++t)
                     combine(mine + t * sizes.weights, h + t * sizes.width, n, sizes.dim, x + (first + t) * sizes.dim);
-        };
-    });
-}
-
-template <class S, class Y, class R = Real<S>>
-void finish(const Plan& plan, Index tokens, int threads, const S* streams, const Y* y, const R* weights, S* next) {
-    const Sizes sizes(plan);
-    const Index n = sizes.n, dim = sizes.dim;
-    // In place, a token's streams are needed until all of them are mixed.
-    const bool in_place = streams == next;
-    over(tokens, threads, [&] {
-        return [&, buffer = std::vector<S>(in_place ? sizes.width : 0)](Index t) mutable {
-            const S* h = streams + t * sizes.width;
-            const R *res = weights + t * sizes.weights + n, *post = res + n * n;
-            const Y* branch = y + t * dim;
-            S* target = in_place ? buffer.data() : next + t * sizes.width;
-            by_four(n, [&](Index m, auto num_m) {
-                features<R>(0, dim, [&](Index d, auto kind, auto num) {
-                    using V = decltype(kind);
-                    constexpr int NM = num_m, U = num;
-                    V acc[NM][U];
-                    for (int u = 0; u < U; ++u) {
-                        V value = load<V>(branch + d + u * Width<V>::value);
-                        for (int k = 0; k < NM; ++k) acc[k][u] = value * post[m + k];
-                    }
-                    mix(acc, res + m * n, n, 1, h, n, dim, d);
-                    for (int k = 0; k < NM; ++k)
-                        for (int u = 0; u < U; ++u) store(target + (m + k) * dim + d + u * Width<V>::value, acc[k][u]);
-                });
-            });
-            if (in_place) std::copy(buffer.begin(), buffer.end(), next + t * sizes.width);
-        };
-    });
-}
-
-template <class S, class Y, class R = Real<S>>
-void finish_backward(const Plan& plan, Index tokens, int threads, const S* grad, const S* streams, const Y* y,
-                     const R* weights, Y* d_y, R* d_weights) {
-    const Sizes sizes(plan);
-    const Index n = sizes.n, dim = sizes.dim;
-    over(tokens, threads, [&] {
-        return [&](Index t) {
-            const S *g = grad + t * sizes.width, *h = streams + t * sizes.width;
-            R *mine = d_weights + t * sizes.weights, *d_res = mine + n, *d_post = d_res + n * n;
-            std::fill(mine, mine + sizes.weights, R(0));
-            const Index pieces = dots_of(n, n, dim), bytes = sizes.width * sizeof(S);
-            dots(g, n, dim, h, n, dim, dim, d_res, n, Ahead(g + sizes.width, bytes, pieces),
-                 Ahead(h + sizes.width, bytes, pieces));
-            dots(g, n, dim, y + t * dim, 1, dim, dim, d_post, 1);
-            combine(weights + t * sizes.weights + n + n * n, g, n, dim, d_y + t * dim);
         };
     });
 }
@@ -307,10 +317,12 @@ inline Index chunk_of(Index tokens) {
     return (chunk + LANES - 1) / LANES * LANES;
 }
 
+// `after`, if there is one, takes the gradient of a token's streams while it is in cache.
 template <class S, class R = Real<S>>
 void begin_backward(const Plan& plan, Index tokens, int threads, bool project, const S* grad, const S* d_x,
                     const R* d_weights, const S* streams, const R* in_map, const R* out, const R* bias,
-                    const R* weights, const R* z, const R* norms, S* d_streams, R* d_in, R* d_z, R* d_out, R* d_bias) {
+                    const R* weights, const R* z, const R* norms, S* d_streams, R* d_in, R* d_z, R* d_out, R* d_bias,
+                    const MakePerToken& after = nullptr) {
     const Sizes sizes(plan);
     const Index n = sizes.n, dim = sizes.dim;
     const Tiles tiles(project ? sizes.rows : 0, n, dim);
@@ -323,6 +335,7 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
     over(chunks, threads, [&] {
         return [&, mixer = make_mixer<R>(plan), routing = Routing<R>(sizes), d_maps = std::vector<Pack<R>>(sizes.maps),
                 d_biases = std::vector<Pack<R>>(sizes.biases), d_pre = std::vector<R>(LANES * n),
+                pull = after ? after() : nullptr,
                 // Half precision is rounded once, at the end.
                 wide = std::vector<R>(std::is_same_v<S, R> ? 0 : LANES * sizes.width)](Index c) mutable {
             using V = Pack<R>;
@@ -405,6 +418,8 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
                 const R* slopes = reinterpret_cast<const R*>(routing.d_z.data());
                 pull_routed(tiles, count, h, grad ? grad + first * sizes.width : h, mixed, factors, slopes,
                             packed.get(), sum_in, d_streams + first * sizes.width);
+                if (pull)
+                    for (Index t = 0; t < count; ++t) pull(first + t);
             }
             R* rest = sum_in + num_in;
             for (Index e = 0; e < sizes.maps; ++e) *rest++ = total(d_maps[e]);
@@ -493,14 +508,33 @@ extern "C" void fold_backward(const int64_t* form, int64_t threads, const R* con
 }
 
 // y in the type of the streams, or in the other of float and bfloat16.
-#define FINISH(NAME, Y)                                                                                           \
-    extern "C" void finish##NAME(const Plan* plan, int64_t tokens, int threads, const S* streams, const Y* y,     \
-                                 const R* weights, S* next) {                                                     \
-        temper::finish<S, Y>(*plan, tokens, threads, streams, y, weights, next);                                  \
-    }                                                                                                             \
-    extern "C" void finish_backward##NAME(const Plan* plan, int64_t tokens, int threads, const S* grad,           \
-                                          const S* streams, const Y* y, const R* weights, Y* d_y, R* d_weights) { \
-        temper::finish_backward<S, Y>(*plan, tokens, threads, grad, streams, y, weights, d_y, d_weights);         \
+#define FINISH(NAME, Y)                                                                                              \
+    extern "C" void finish##NAME(const Plan* plan, int64_t tokens, int threads, const S* streams, const Y* y,        \
+                                 const R* weights, S* next) {                                                        \
+        temper::over(tokens, threads, temper::finisher(temper::Sizes(*plan), streams, y, weights, next));            \
+    }                                                                                                                \
+    extern "C" void finish_backward##NAME(const Plan* plan, int64_t tokens, int threads, const S* grad,              \
+                                          const S* streams, const Y* y, const R* weights, Y* d_y, R* d_weights) {    \
+        const temper::Sizes sizes(*plan);                                                                            \
+        temper::over(tokens, threads, temper::finish_puller(sizes, grad, streams, y, weights, d_y, d_weights));      \
+    }                                                                                                                \
+    extern "C" void finish_begin##NAME(const Plan* plan, int64_t tokens, int threads, const S* streams, const Y* y,  \
+                                       const R* weights, const R* in_map, const R* out, const R* bias, S* next,      \
+                                       S* x, R* next_weights, R* z, R* norms) {                                      \
+        const temper::Sizes sizes(*plan);                                                                            \
+        temper::begin<S>(*plan, tokens, threads, true, next, in_map, out, bias, x, next_weights, z, norms,           \
+                         temper::finisher(sizes, streams, y, weights, next));                                        \
+    }                                                                                                                \
+    extern "C" void finish_begin_backward##NAME(                                                                     \
+        const Plan* plan, int64_t tokens, int threads, const S* grad, const S* d_x, const R* d_next_weights,         \
+        const S* next, const R* in_map, const R* out, const R* bias, const R* next_weights, const R* z,              \
+        const R* norms, const S* streams, const Y* y, const R* weights, S* d_next, R* d_in, R* d_out, R* d_bias,     \
+        Y* d_y, R* d_weights) {                                                                                      \
+        const temper::Sizes sizes(*plan);                                                                            \
+        const S* made = d_next;                                                                                      \
+        temper::begin_backward<S, R>(*plan, tokens, threads, true, grad, d_x, d_next_weights, next, in_map, out,      \
+                                     bias, next_weights, z, norms, d_next, d_in, nullptr, d_out, d_bias,             \
+                                     temper::finish_puller(sizes, made, streams, y, weights, d_y, d_weights));       \
     }
 
 using Other = std::conditional_t<sizeof(S) == 4, BFloat16, R>;
