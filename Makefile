@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two processes with a thread each beat one with two: the tests are many and small.
 JOBS ?= 2
 
-.PHONY: setup demo test fuzz lint browser docs bench clean
+.PHONY: setup demo test fuzz lint browser triton docs bench clean
 
 setup: $(STAMP)
 
@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/temper compare --recipe demo --out demo
 	$(BIN)/temper report demo
 
-test: setup lint browser
+test: setup lint browser triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(JOBS)
 
 # For minutes or hours: CASES=10000 SEED=1. What fails is kept in tests/fuzz/corpus, which `make test` runs.
@@ -37,6 +37,12 @@ browser:
 	    && apt-get update -qq >/dev/null 2>&1 \
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null 2>&1; } \
 	  || echo "no chromium here: the tests that need a browser will be skipped"
+
+# Tests of the GPU kernels run them in Triton's interpreter and compile them; without it they are skipped and say so.
+triton: setup
+	@$(BIN)/python -c 'import triton' 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.7.1 \
+	  || echo "no triton here: the tests of the GPU kernels will be skipped"
 
 lint: setup
 	$(BIN)/ruff check .
