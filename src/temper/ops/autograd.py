@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -163,6 +162,10 @@ def _gradients(ctx: Any, d_folded: FoldedWeights, weights: Sequence[Tensor], dty
     return gradients
 
 
+# The result of a kernel in another shape. Not a view for autograd, so whoever gets it may change it in place.
+_shaped = torch.ops.aten._unsafe_view
+
+
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -179,7 +182,8 @@ class _Begin(torch.autograd.Function):
         link = streams.new_empty(()).expand(streams.shape)
         # Only inputs and outputs can be saved, so what was folded here is an output.
         made = () if is_folded else folded[:3]
-        return x.view(*streams.shape[:-2], spec.dim), routed.weights, link, routed.z, routed.norms, *made
+        x = _shaped(x, (*streams.shape[:-2], spec.dim))
+        return x, routed.weights, link, routed.z, routed.norms, *made
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -227,7 +231,7 @@ class _Finish(torch.autograd.Function):
     ) -> Tensor:
         flat_y = y.reshape(routing.shape[0], spec.dim)
         result: Tensor = kernels.finish(tokens_of(streams), flat_y, routing, spec)
-        return result.view(streams.shape)
+        return _shaped(result, streams.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -268,7 +272,8 @@ class _FinishBegin(torch.autograd.Function):
         result, x, routed = kernels.finish_begin(tokens_of(streams), flat_y, routing, folded, spec, mixer)
         next_link = streams.new_empty(()).expand(streams.shape)
         made = () if is_folded else folded[:3]
-        return result.view(streams.shape), x.view(y.shape), routed.weights, next_link, routed.z, routed.norms, *made
+        following_streams, x = _shaped(result, streams.shape), _shaped(x, y.shape)
+        return following_streams, x, routed.weights, next_link, routed.z, routed.norms, *made
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
