@@ -34,6 +34,12 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_is_over_120_characters(page):
+    long = [number for number, line in enumerate(page.read_text().split("\n"), 1) if len(line) > 120]
+    assert not long, f"lines {long}"
+
+
 def test_the_table_of_the_readme_is_the_library():
     rows = re.findall(
         r"^\| \**`([\w-]+)`\** \|.*?\|.*?\| ([\d,]+) \| ([\d,]+) \|", (ROOT / "README.md").read_text(), re.M
