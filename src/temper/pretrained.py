@@ -106,8 +106,11 @@ class AutoWrapped:
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:
-        mapping = getattr(_transformers(), cls.name)._model_mapping
-        return wrapped_class(mapping[type(config)]).from_pretrained(folder, *args, config=config, **options)
+        known = getattr(_transformers(), cls.name)._model_mapping[type(config)]
+        classes = known if isinstance(known, tuple | list) else (known,)
+        saved = getattr(config, "architectures", None) or ()
+        model_class = next((each for each in classes if each.__name__ in saved), classes[0])
+        return wrapped_class(model_class).from_pretrained(folder, *args, config=config, **options)
 
     # Auto classes give a generation mixin to what cannot generate; the class behind this one has its own.
     prepare_inputs_for_generation = generate = None
@@ -118,7 +121,23 @@ def auto_class(name: str) -> type[AutoWrapped]:
     return type(name, (AutoWrapped,), {"name": name})
 
 
-class Wrapped:
+class Loadable:
+    """What our models of transformers share: folders that hold a stub, and gates of any age."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: the files that make a folder loadable are written by `save_pretrained`."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, *args: Any, **options: Any) -> Any:
+        older = older_weights(folder) if "state_dict" not in options else None
+        if older is None:
+            return super().from_pretrained(folder, *args, **options)  # type: ignore[misc]
+        options.setdefault("config", cls.config_class.from_pretrained(folder))  # type: ignore[attr-defined]
+        return super().from_pretrained(None, *args, state_dict=older, **options)  # type: ignore[misc]
+
+
+class Wrapped(Loadable):
     """What a wrapped model of transformers has beside its own class."""
 
     plain: type[Any]
@@ -134,18 +153,6 @@ class Wrapped:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made where it is needed, so that no module has it by name.
         return _new, (type(self).plain,), self.__dict__
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing: the files that make a folder loadable are written by `save_pretrained`."""
-
-    @classmethod
-    def from_pretrained(cls, folder: Any, *args: Any, **options: Any) -> Any:
-        older = older_weights(folder) if "state_dict" not in options else None
-        if older is None:
-            return super().from_pretrained(folder, *args, **options)  # type: ignore[misc]
-        options.setdefault("config", cls.config_class.from_pretrained(folder))  # type: ignore[attr-defined]
-        return super().from_pretrained(None, *args, state_dict=older, **options)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any) -> Any:
         assert isinstance(self, nn.Module)

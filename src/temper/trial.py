@@ -50,6 +50,7 @@ class Trial:
         # Whatever cannot be copied without memory cannot be tried.
         except Exception:
             self.copy = None
+        self._blocks: list[str] = []
         self._ways: dict[int, tuple[str, list[int]]] = {}
         self._alive: list[Any] = []
         self._reads: set[int] = set()
@@ -75,6 +76,7 @@ class Trial:
         from temper.carrier import WrapError
 
         assert self.copy is not None
+        self._blocks = list(blocks)
         try:
             # In training more can go wrong (dropout); some models cannot be tried in it (layers dropped at random).
             for training in (True, False):
@@ -93,7 +95,7 @@ class Trial:
                         f"the model runs as it is, but not with streams ({type(error).__name__}: {_short(error)}): "
                         f"{self._whereabouts()}. The model is as it was"
                     ) from error
-                self._check_order(list(blocks))
+                self._check_order()
                 return
             if self.is_given and not _is_limit(failed):
                 raise WrapError(
@@ -129,7 +131,7 @@ class Trial:
 
     def _whereabouts(self) -> str:
         """Where an error that is not ours came from."""
-        if self._handed is not None and self._entered[-1] == self._handed[0]:
+        if self._handed is not None and self._entered[-1] == self._handed[0] != self._blocks[-1]:
             return (
                 f"something happens to the residual after {self._handed[0]}, before the next block; blocks must run "
                 "one after the other, with nothing between them"
@@ -142,6 +144,9 @@ class Trial:
         """A block begins with x."""
         from temper.carrier import WrapError
 
+        if block not in self._blocks:
+            # Of another stack, which was wrapped before.
+            return
         if self._handed is not None and x is not self._handed[1]:
             raise WrapError(
                 f"something happens to the residual between {self._handed[0]} and {block}: blocks must run one after "
@@ -150,8 +155,9 @@ class Trial:
         self._entered.append(block)
 
     def leave(self, block: str, x: Tensor) -> None:
-        """A block ends with x; the last one hands nothing on."""
-        self._handed = (block, x)
+        """A block ends with x."""
+        if block in self._blocks:
+            self._handed = (block, x)
         self._alive.append(x)
 
     def saw_read(self, x: Tensor) -> None:
@@ -199,9 +205,10 @@ class Trial:
                 heapq.heappush(heap, (cost + step, len(done), source, name))
         return None
 
-    def _check_order(self, blocks: list[str]) -> None:
+    def _check_order(self) -> None:
         from temper.carrier import WrapError
 
+        blocks = self._blocks
         if self._entered == blocks:
             return
         never = [block for block in blocks if block not in self._entered]

@@ -25,3 +25,15 @@ def error_of(process: subprocess.Popen, seconds: float = 240) -> str:
             os.kill(int(pid), signal.SIGABRT)
         error = process.communicate()[1]
         raise AssertionError(f"still running after {seconds} s:\n{error}") from None
+
+
+def succeed(processes: list[subprocess.Popen]) -> None:
+    """Waits for processes that belong together, and fails the test unless all of them end well."""
+    try:
+        for process in processes:
+            error = error_of(process)
+            assert process.returncode == 0, error
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

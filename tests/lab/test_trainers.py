@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import error_of, start
+from processes import start, succeed
 from test_distributed import free_ports
 
 pytest.importorskip("transformers")
@@ -26,14 +26,7 @@ ROUNDED = ("mixed", "sites apart")
 def together(folder, *names):
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
     processes = [start(trainers.__file__, str(folder), *names, RANK=rank, **place) for rank in ("0", "1")]
-    try:
-        for process in processes:
-            error = error_of(process)
-            assert process.returncode == 0, error
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    succeed(processes)
     return torch.load(folder / "found.pt", weights_only=True)
 
 

@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from temper.pretrained import older_weights, write_stub
+from temper.pretrained import Loadable, write_stub
 from temper_lab.hf.cache import Past
 from temper_lab.hf.config import TemperConfig
 from temper_lab.model import GPT
@@ -22,7 +22,7 @@ STUBS = {"configuration_temper": "TemperConfig", "modeling_temper": "TemperForCa
 AUTOS = ("AutoConfig", "AutoModelForCausalLM")
 
 
-class TemperForCausalLM(PreTrainedModel, GenerationMixin):
+class TemperForCausalLM(Loadable, PreTrainedModel, GenerationMixin):
     """`GPT` with transformers around it; its state-dict keys are those of `GPT` behind `model.`."""
 
     config_class = TemperConfig
@@ -55,18 +55,6 @@ class TemperForCausalLM(PreTrainedModel, GenerationMixin):
             theirs = cls(TemperConfig.of(model.config, **kwargs))
         theirs.model = model
         return theirs.train(model.training)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing: the files that make a folder loadable are written by `save_pretrained`."""
-
-    @classmethod
-    def from_pretrained(cls, folder: Any, *args: Any, **options: Any) -> Any:
-        older = older_weights(folder) if "state_dict" not in options else None
-        if older is None:
-            return super().from_pretrained(folder, *args, **options)
-        options.setdefault("config", TemperConfig.from_pretrained(folder))
-        return super().from_pretrained(None, *args, state_dict=older, **options)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any) -> Any:
         """As for any model, with two files that have the Auto classes find the installed package."""
