@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.connection import HyperConnection
+from temper.ops.backend import explain
 from temper.routing import Routing
 
 # A gate this close to a bound of its range counts as saturated.
@@ -110,10 +111,14 @@ class Observation:
 
     Args:
         per_token: keep a `TokenReport` of every forward of every site, in the order in which they ran, in `tokens`.
+
+    Attributes:
+        backends: by the name of the site, what computed it and why no other backend did.
     """
 
     def __init__(self, names: dict[HyperConnection, str], *, per_token: bool = False) -> None:
         self.tokens: list[TokenReport] = []
+        self.backends: dict[str, str] = {}
         self._per_token = per_token
         self._names = names
         self._tallies: dict[HyperConnection, _Tally] = {}
@@ -136,6 +141,8 @@ class Observation:
             self._product = None
         if streams[..., 0, 0].numel():
             tally = self._tallies.setdefault(site, _Tally())
+            if site.spec is not None:
+                self.backends[self._names[site]] = explain(streams, site.spec, site.mixer)
             routing = Routing(*(part.detach() for part in routing))
             tally.add(streams.detach(), routing, self._product)
             if self._per_token:
@@ -172,12 +179,13 @@ class Observation:
             similarity, rank = f"{r.stream_similarity:.3f}", f"{r.effective_rank:.2f}"
             rows.append((r.name or "(model)", *errors, *gains, similarity, saturated, rank))
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
-        return "\n".join(
+        lines = [
             "  ".join(
                 cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
             )
             for row in rows
-        )
+        ]
+        return "\n".join([*lines, *(f"backend: {text}" for text in dict.fromkeys(self.backends.values()))])
 
 
 class _Tally:

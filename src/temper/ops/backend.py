@@ -225,6 +225,19 @@ def choose(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> Backend:
     raise AssertionError("naive runs everything")
 
 
+def explain(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> str:
+    """Which backend runs this, and why those before it do not."""
+    backend = choose(streams, spec, mixer)
+    asked = _asked or os.environ.get(VARIABLE) or "auto"
+    reasons = []
+    for name, other in BACKENDS.items():
+        if other is backend:
+            break
+        reason = other.refusal(spec, mixer, streams, name == asked)
+        reasons.append(f"not {name}: {reason or f'{asked} was asked for'}")
+    return backend.name + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Runs every site inside the `with` on one backend, or on the next one that can where that cannot.

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import temper
 from temper.ops import fused
+from temper.ops import gpu as gpu_kernels
 from temper.ops.gpu import fold_launch, launch
 from temper.ops.plan import FoldedWeights
 
@@ -186,8 +187,12 @@ def floors(num_streams: int) -> dict[str, int]:
 
 
 def rows(methods: Iterable[str], streams: Iterable[int], widths: Iterable[int] = WIDTHS) -> list[dict[str, Any]]:
-    """A row for every method, number of streams, width and backend."""
-    wanted = [(m, n, d) for m in methods for n in streams for d in widths]
+    """A row for every method, number of streams, width and backend; of what the kernels do not serve, none."""
+    wanted = [(m, n, d) for m in methods for n in streams for d in widths if _is_served(m, n, d)]
+    if not wanted:
+        raise ValueError(
+            "none of these methods and numbers of streams runs on the GPU kernels, so there is nothing to count"
+        )
     found = []
     for method, num_streams, dim in wanted:
         site = _Site.make(method, num_streams, dim)
@@ -204,6 +209,15 @@ def rows(methods: Iterable[str], streams: Iterable[int], widths: Iterable[int] =
                 row | total._asdict() | {"units": total.bytes / unit, "of streams": total.large / unit, "floor": floor}
             )
     return found
+
+
+def _is_served(method: str, num_streams: int, dim: int) -> bool:
+    config = temper.preset(method, num_streams=num_streams, dim=dim)
+    if config.is_residual:
+        return False
+    with torch.device("meta"):
+        router = temper.HyperConnection(config)
+    return gpu_kernels.unserved(router.spec, router.mixer, torch.bfloat16) is None
 
 
 def share(gpu: Gpu, dim: int, moved: float, launches: float = 0) -> float:

@@ -31,6 +31,7 @@ COMMANDS = {
     "tokenizer info": ("what a tokenizer holds, and its bytes per token", "temper_lab.cli.tokenizer"),
     "theory": ("ranks and bounds of a model beside what is measured", "temper_lab.cli.theory"),
     "bench": ("measure what every method costs in time and memory", "temper_lab.cli.bench"),
+    "gpu-check": ("check the GPU kernels on this GPU, then time them", "temper_lab.cli.gpu_check"),
     "params": ("count the parameters that every method adds", "temper_lab.cli.params"),
 }
 
@@ -109,7 +110,7 @@ def _call(name: str, words: list[str]) -> int:
     import tyro
 
     module = importlib.import_module(COMMANDS[name][1])
-    function, options = getattr(module, name.split()[-1]), {}
+    function, options = getattr(module, name.split()[-1].replace("-", "_")), {}
     # A command whose options depend on its arguments says so itself.
     if prepare := getattr(module, "prepare", None):
         function, options = prepare(words)

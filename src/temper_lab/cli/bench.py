@@ -23,6 +23,7 @@ def bench(
     threads: int = Setting.threads,
     parts: list[str] = list(PARTS),  # noqa: B006
     quick: bool = False,
+    count: bool = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     plot: Path | None = None,
     out: Path | None = None,
@@ -36,6 +37,7 @@ def bench(
         temper bench --quick
         temper bench --parts pair growth --streams 4 8 --methods temper-cp mhc --plot bench.png
         temper bench --json --out bench.json
+        temper bench --count --methods temper-cp mhc --streams 4 8
 
     Args:
         methods: Presets to measure.
@@ -49,10 +51,15 @@ def bench(
         parts: What to measure: pair (attention + MLP, and one site), growth (one site against N), step (the lab's
             model), recompute (memory of a deep stack), sinkhorn (the mixer alone).
         quick: Less of everything, in about a minute: does it work here? Not for numbers to quote.
+        count: Measure nothing: count the bytes and launches of a site by method, N and backend, and estimate from data
+            sheets what they cost on GPUs. Needs no GPU.
         as_json: Print JSON instead of tables.
         plot: Write the figure of overheads and growth to this .png, .svg or .pdf file.
         out: Write the JSON to this file too.
     """
+    if count:
+        _count(methods, streams, as_json, plot, out)
+        return
     setting = Setting(
         methods=tuple(methods),
         streams=tuple(streams),
@@ -87,6 +94,24 @@ def bench(
     for name, path in (("json", out), ("figure", plot)):
         if path is not None:
             print(f"{name}: {path}")
+
+
+def _count(methods: list[str], streams: list[int], as_json: bool, plot: Path | None, out: Path | None) -> None:
+    """Bytes, launches and the estimate that follows from them."""
+    from temper_lab.bench import count
+
+    if plot is not None:
+        raise ValueError("--count draws no figure: leave --plot out")
+    if out is not None and out.is_dir():
+        raise ValueError(f"cannot write JSON to {out}: it is a folder")
+    found = count.rows(methods, streams)
+    text = json.dumps({"tokens": count.TOKENS, "rows": found}, indent=2)
+    if out is not None:
+        from temper_lab.checkpoint.files import write_whole
+
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, text + "\n")
+    print(text if as_json else count.tables(found))
 
 
 def _check_targets(setting: Setting, plot: Path | None, out: Path | None) -> None:

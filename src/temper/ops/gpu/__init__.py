@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from temper.ops import schema
 from temper.ops.gpu import check, fold_launch, launch, operators, tiles
 from temper.ops.gpu.operators import operator
 from temper.ops.plan import NOT_STANDARD, FoldedWeights, Routed, SiteSpec
@@ -35,7 +36,7 @@ def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str |
     """Why the kernels cannot run a site on these streams; None if they can."""
     if streams.device.type != operators.DEVICE:
         return f"the streams are on {streams.device.type}"
-    reason = _unavailable() or _unserved(spec, mixer, streams.dtype)
+    reason = _unavailable() or unserved(spec, mixer, streams.dtype)
     if reason is not None:
         return reason
     target = tiles.target_of(streams.device)
@@ -48,7 +49,8 @@ def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str |
     )
 
 
-def _unserved(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype) -> str | None:
+def unserved(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not serve a site on any GPU; None if they do."""
     if dtype not in launch.STORED:
         return f"the kernels have no {dtype}"
     if not spec.is_standard:
@@ -166,8 +168,15 @@ def finish_begin(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Routed]:
     """`finish` of one site and `begin` of the next, in one pass over the streams."""
+    if schema.must_dispatch(operators.DEVICE, (streams_TND, y_TD, weights_TK, *folded[:3])):
+        # Tracers see the two operators that there are.
+        next_TND = finish(streams_TND, y_TD, weights_TK, spec, in_place)
+        return next_TND, *begin(next_TND, folded, spec, mixer)
     target = streams_TND if in_place else streams_TND.new_empty(streams_TND.shape)
-    return target, *launch.finish_begin(target, streams_TND, y_TD, weights_TK, folded, spec)
+    x, routed = launch.finish_begin(target, streams_TND, y_TD, weights_TK, folded, spec)
+    if in_place:
+        torch.autograd.graph.increment_version(streams_TND)
+    return target, x, routed
 
 
 def finish_begin_backward(
@@ -184,8 +193,11 @@ def finish_begin_backward(
     mixer: Mixer,
 ) -> tuple[Tensor, FoldedWeights, Tensor, Tensor]:
     """The gradients of the next streams, of the folded weights, of y and of the routing weights."""
-    earlier = (streams_TND, y_TD, weights_TK)
-    return launch.finish_begin_backward(grad_TND, d_x_TD, d_next_weights_TK, next_TND, folded, routed, *earlier, spec)
+    later, earlier = (grad_TND, d_x_TD, d_next_weights_TK, next_TND), (streams_TND, y_TD, weights_TK)
+    if schema.must_dispatch(operators.DEVICE, (*later, *earlier, *folded[:3], *routed)):
+        d_next, d_folded = begin_backward(*later, folded, routed, spec, mixer)
+        return d_next, d_folded, *finish_backward(d_next, *earlier, spec)
+    return launch.finish_begin_backward(*later, folded, routed, *earlier, spec)
 
 
 def mix(logits: Tensor, mixer: Mixer) -> Tensor:

@@ -69,7 +69,7 @@ def _name(device: torch.device) -> str:
 def _difference(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> str | None:
     # Neither a caller's inference mode nor autocast nor random state has anything to do with this.
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-        case = random_case(spec, dtype, device)
+        case = random_case(spec, dtype, device, TOKENS)
         with torch.no_grad():
             got = results(case, spec)
         errors = worst(got, definition(case, spec, mixer))
@@ -78,7 +78,7 @@ def _difference(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.
 
 
 def random_case(
-    spec: SiteSpec, dtype: torch.dtype, device: torch.device, tokens: int = TOKENS, seed: int = 0
+    spec: SiteSpec, dtype: torch.dtype, device: torch.device, tokens: int, seed: int = 0
 ) -> dict[str, Tensor]:
     """Inputs of order one for every operation: those of a site, of the site after it, and gradients."""
     source, wide = torch.Generator().manual_seed(seed), torch.promote_types(dtype, torch.float32)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -109,6 +111,20 @@ NAMES = tuple(sorted(_SMALL))
 elsewhere = "sm_90"
 
 
+# What `trying` puts in the place of the table.
+_tried: dict[str, Tile] = {}
+
+
+@contextmanager
+def trying(name: str, instead: Tile) -> Iterator[None]:
+    """Another tile for one kernel, on every GPU and for every number of streams."""
+    _tried[name] = instead
+    try:
+        yield
+    finally:
+        del _tried[name]
+
+
 def tile(name: str, padded: int, target: str, wide_streams: bool = False) -> Tile:
     """The tile of a kernel.
 
@@ -116,7 +132,7 @@ def tile(name: str, padded: int, target: str, wide_streams: bool = False) -> Til
         padded: NP.
         wide_streams: streams of four bytes, of which half as many features are as many bytes.
     """
-    found = _table(target).get((padded, name)) or _table(target).get((None, name))
+    found = _tried.get(name) or _table(target).get((padded, name)) or _table(target).get((None, name))
     if found is None:
         raise KeyError(f"no tile for {name} with {padded} streams on {target}")
     if wide_streams and target != SMALL and found.features > 32:

@@ -1,0 +1,317 @@
+"""What `temper gpu-check` does: every case against float64, then times, on the GPU that is here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import temper
+from temper.ops import fused
+from temper.ops.gpu import check, fold_launch, launch, tiles
+from temper.ops.plan import FoldedWeights
+from temper_lab.progress import waiting
+
+# Other people's kernels for the same thing: noted if they are here.
+PEERS = ("liger-kernel", "transformer-engine", "tile-kernels")
+# Larger than any cache: written before every round, so that nothing is left of the one before.
+FLUSH = 256 * 2**20
+
+
+class Setting(NamedTuple):
+    """What is checked and timed; a small one shows that the command works where kernels are interpreted.
+
+    Args:
+        cases: (preset, streams, features, tokens).
+        sizes: (streams, features, tokens), in bfloat16.
+    """
+
+    device: torch.device
+    cases: tuple[tuple[str, int, int, int], ...]
+    sizes: tuple[tuple[int, int, int], ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+
+def full() -> Setting:
+    cases = [("temper-cp", n, d, t) for n, d, t in ((2, 96, 33), (3, 200, 65), (4, 768, 1031), (8, 768, 515))]
+    cases += [("temper-cp", 16, 768, 130), ("mhc", 4, 1000, 257), ("temper-tucker", 8, 1536, 129), ("mhc", 8, 768, 65)]
+    cases += [("temper-tt", 6, 320, 77), ("kromhc", 8, 768, 129), ("mhc-lite", 4, 768, 129)]
+    sizes = tuple((n, d, 8192) for n in (4, 8) for d in (768, 4096))
+    return Setting(torch.device("cuda"), tuple(case for case in cases if _is_preset(case[0])), sizes)
+
+
+def _is_preset(name: str) -> bool:
+    return name in temper.presets()
+
+
+def report(rounds: int, setting: Setting | None = None) -> dict[str, Any]:
+    """All of it, as JSON has it."""
+    setting = setting or full()
+    begun = time.time()
+    with waiting("checking") as say:
+        rows = [right(*case, dtype, setting.device, say) for case in setting.cases for dtype in setting.dtypes]
+        is_right = all(row["is_right"] for row in rows)
+        # Nothing is timed that is wrong.
+        times = fast(setting, rounds, say) if is_right else None
+    found = {"about": about(setting.device), "is_right": is_right, "right": rows, "fast": times}
+    return found | {"seconds": round(time.time() - begun, 1)}
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """Versions and hardware."""
+    facts: dict[str, Any] = {
+        "temper": temper.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for package in ("triton", *PEERS):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = None
+    facts["target"] = tiles.target_of(device)
+    if device.type != "cuda":
+        return facts
+    properties = torch.cuda.get_device_properties(device)
+    facts |= {"gpu": properties.name, "memory": properties.total_memory, "processors": properties.multi_processor_count}
+    facts |= {"capability": list(torch.cuda.get_device_capability(device))}
+    facts |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
+    try:
+        facts["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        facts["driver"] = None
+    return facts
+
+
+def right(
+    preset: str,
+    num_streams: int,
+    dim: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """One case: errors against the definition in float64 on the CPU, and whether two runs give the same bits."""
+    row = {"preset": preset, "streams": num_streams, "dim": dim, "tokens": tokens, "dtype": str(dtype)[6:]}
+    say(", ".join(map(str, row.values())))
+    torch.manual_seed(0)
+    site = temper.HyperConnection(temper.preset(preset, num_streams=num_streams, dim=dim))
+    case = check.random_case(site.spec, dtype, device, tokens)
+    try:
+        with torch.no_grad():
+            got, again = check.results(case, site.spec), check.results(case, site.spec)
+            folded = _fold(site, device)
+    except Exception as error:  # a compiler that fails is what this command is to find
+        return row | {"is_right": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+    at_home = {name: value.cpu() for name, value in case.items()}
+    errors = check.worst({k: v.cpu() for k, v in got.items()}, check.definition(at_home, site.spec, site.mixer))
+    # float32 however wide the streams are.
+    fold_errors = check.worst({str(k): v.cpu() for k, v in enumerate(folded)}, _fold_by_definition(site))
+    same = all(torch.equal(got[name], again[name]) for name in got)
+    ok = same and all(error <= check.TOLERANCES[dtype] for error in errors.values())
+    ok = ok and all(error <= check.TOLERANCES[torch.float32] for error in fold_errors.values())
+    return row | {"is_right": ok, "same_bits": same, "errors": errors, "fold_errors": fold_errors}
+
+
+def _raw(site: temper.HyperConnection) -> list[Tensor]:
+    return [tensor for owner in (site.norm, site.pre, site.res, site.post) for tensor in owner.stored()]
+
+
+def _fold(site: temper.HyperConnection, device: torch.device) -> list[Tensor]:
+    """The folded weights, and gradients of the raw ones if those of the folded are themselves."""
+    generators, raw = site.spec.generators, [tensor.detach().to(device) for tensor in _raw(site)]
+    results = [part.detach().to(device).clone() for part in site.fold(torch.float32)[:3]]
+    for part in results:
+        part.fill_(torch.nan)
+    slopes = [torch.full_like(tensor, torch.nan) for tensor in raw]
+    fold_launch.fold(raw, generators, results)
+    fold_launch.fold_backward(*results, raw, generators, slopes)
+    return [*results, *slopes]
+
+
+def _fold_by_definition(site: temper.HyperConnection) -> dict[str, Tensor]:
+    raw = _raw(site)
+    with torch.enable_grad():
+        folded = site.fold(torch.float64)[:3]
+        loss = sum((part * part.detach()).sum() for part in folded)
+        slopes = torch.autograd.grad(loss, raw, allow_unused=True)
+    made = [*folded, *(torch.zeros_like(t) if g is None else g for t, g in zip(raw, slopes, strict=True))]
+    return {str(k): value.detach().double() for k, value in enumerate(made)}
+
+
+def clock(call: Callable[[], Any], device: torch.device, rounds: int) -> list[float]:
+    """Milliseconds of every round, in order of size, with a cold cache."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return [1e3 * (time.perf_counter() - start)]
+    flush = torch.empty(FLUSH, dtype=torch.int8, device=device)
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(rounds):
+        flush.zero_()
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        call()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return sorted(times)
+
+
+def fast(setting: Setting, rounds: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Times of every operation, and the share of the memory's speed that the bytes of the floor come to."""
+    device = setting.device
+    source = torch.empty(2**28 if device.type == "cuda" else 2**12, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    copy = statistics.median(clock(lambda: target.copy_(source), device, rounds))
+    bandwidth = 2 * source.numel() / (copy * 1e-3)
+    rows = []
+    for num_streams, dim, tokens in setting.sizes:
+        say(f"timing N={num_streams}, D={dim}")
+        site = temper.HyperConnection(temper.preset("temper-cp", num_streams=num_streams, dim=dim)).to(device)
+        floor = {"unchained": 8 * num_streams + 5, "chained": 6 * num_streams + 5}
+        unit = tokens * dim * 2
+        for name, calls in _ways(site, tokens, device).items():
+            times = {part: clock(call, device, rounds) for part, call in calls.items()}
+            total = sum(statistics.median(values) for values in times.values())
+            least = floor["chained" if "chained" in name else "unchained"] * unit
+            row = {"way": name, "streams": num_streams, "dim": dim, "tokens": tokens, "total_ms": total}
+            row |= {"ms": {part: {"median": statistics.median(t), "min": t[0]} for part, t in times.items()}}
+            rows.append(row | {"share_of_floor": least / bandwidth / (total * 1e-3)})
+    return {"copy_bytes_per_second": bandwidth, "rows": rows}
+
+
+def _ways(site: temper.HyperConnection, tokens: int, device: torch.device) -> dict[str, dict[str, Callable[[], Any]]]:
+    """The operations of a site by name, for every way to compute them."""
+    spec, mixer = site.spec, site.mixer
+    case = check.random_case(spec, torch.bfloat16, device, tokens)
+    streams, y, in_map, out, bias, grad, d_x, d_weights = case.values()
+    folded = FoldedWeights(in_map, out, bias)
+    spare = torch.empty_like(streams)
+    with torch.no_grad():
+        _, routed = launch.begin(streams, folded, spec)
+        _, other = fused.begin(streams, folded, spec, mixer)
+    earlier = (streams, y, routed.weights)
+    triton: dict[str, Callable[[], Any]] = {
+        "begin": lambda: launch.begin(streams, folded, spec),
+        "finish": lambda: launch.finish(spare, *earlier, spec),
+        "finish_backward": lambda: launch.finish_backward(grad, *earlier, spec),
+        "begin_backward": lambda: launch.begin_backward(grad, d_x, d_weights, streams, folded, routed, spec),
+    }
+    later = (grad, d_x, d_weights, streams, folded, routed)
+    chained: dict[str, Callable[[], Any]] = {
+        "finish_begin": lambda: launch.finish_begin(spare, *earlier, folded, spec),
+        "finish_begin_backward": lambda: launch.finish_begin_backward(*later, *earlier, spec),
+    }
+    plain: dict[str, Callable[[], Any]] = {
+        "begin": lambda: fused.begin(streams, folded, spec, mixer),
+        "finish": lambda: fused.finish(streams, y, other.weights, spec),
+        "finish_backward": lambda: fused.finish_backward(grad, streams, y, other.weights, spec),
+        "begin_backward": lambda: fused.begin_backward(grad, d_x, d_weights, streams, folded, other, spec, mixer),
+    }
+    ways = {"triton": triton, "triton, chained": chained, "fused": plain}
+    if device.type == "cuda":
+        ways["fused, compiled"] = {"site": _compiled(site, streams, y, grad)}
+    return ways
+
+
+def _compiled(site: temper.HyperConnection, streams: Tensor, y: Tensor, grad: Tensor) -> Callable[[], Any]:
+    """A whole site under torch.compile, forward and backward, folding included."""
+
+    def run(streams: Tensor, y: Tensor) -> Tensor:
+        x, state = site.begin(streams)
+        return site.finish(state, x + y)
+
+    compiled = torch.compile(run)
+
+    def step() -> None:
+        leaf = streams.detach().requires_grad_()
+        with temper.use_backend("fused"), torch.enable_grad():
+            compiled(leaf, y).backward(grad)
+
+    return step
+
+
+def show(found: dict[str, Any]) -> None:
+    """The report in a few lines."""
+    wrong = [row for row in found["right"] if not row["is_right"]]
+    print(f"{len(found['right']) - len(wrong)} of {len(found['right'])} cases are right")
+    for row in wrong:
+        print("WRONG:", {key: value for key, value in row.items() if key != "is_right"})
+    for row in (found["fast"] or {"rows": []})["rows"]:
+        place = f"N={row['streams']} D={row['dim']} {row['way']:16}"
+        print(f"{place} {row['total_ms']:8.3f} ms, {row['share_of_floor']:.0%} of the floor's speed")
+
+
+# What --tune tries: tokens, features, warps, stages.
+_TRIED: dict[str, Iterable[tuple[int, int, int, int]]] = {
+    "read": tuple(itertools.product((1, 2, 4, 8), (128, 256, 512), (2, 4, 8), (3,))),
+    "write": tuple(itertools.product((1, 2, 4, 8), (64, 128, 256), (2, 4, 8), (3,))),
+    "read_backward": tuple(itertools.product((2, 4, 8), (128, 256), (2, 4, 8), (2, 3))),
+    "write_backward": tuple(itertools.product((2, 4), (64, 128, 256), (4, 8), (2, 3))),
+    "project": tuple(itertools.product((16, 32, 64, 128), (64, 128), (2, 4, 8), (2, 3, 4))),
+    "streams_backward": tuple(itertools.product((16, 32), (32, 64, 128), (4, 8), (1,))),
+    "maps_backward": tuple(itertools.product((32, 64, 128), (64, 128), (4, 8), (2, 3))),
+    "write_project": tuple(itertools.product((16, 32), (16, 32, 64), (4, 8, 16), (1, 2))),
+    "streams_write_backward": tuple(itertools.product((16,), (16, 32, 64), (4, 8, 16), (1, 2))),
+}
+
+
+def tune(rounds: int, setting: Setting | None = None) -> dict[str, Any]:
+    """The fastest tiles of every kernel that touches streams; only those that give the right results count."""
+    setting = setting or full()
+    device, target = setting.device, tiles.target_of(setting.device)
+    entries = []
+    with waiting("tuning") as say:
+        for num_streams, dim, tokens in setting.sizes:
+            if any(entry["streams"] == launch.power(num_streams, 2) for entry in entries):
+                continue
+            spec = temper.HyperConnection(temper.preset("temper-cp", num_streams=num_streams, dim=dim)).spec
+            case = check.random_case(spec, torch.bfloat16, device, tokens)
+            wanted = check.results(case, spec)
+            for kernel, tried in _TRIED.items():
+                say(f"N={num_streams}, {kernel}")
+                tile = _fastest(kernel, tried, case, spec, wanted, rounds, device)
+                if tile is not None:
+                    entries.append({"streams": launch.power(num_streams, 2), "kernel": kernel, "tile": list(tile)})
+    return {"about": about(device), "tiles": {target: entries}}
+
+
+def _fastest(
+    kernel: str,
+    tried: Iterable[tuple[int, int, int, int]],
+    case: dict[str, Tensor],
+    spec: Any,
+    wanted: dict[str, Tensor],
+    rounds: int,
+    device: torch.device,
+) -> tiles.Tile | None:
+    best: tuple[float, tiles.Tile] | None = None
+    exact = {name: value.double() for name, value in wanted.items()}
+    for numbers in tried:
+        tile = tiles.Tile(*numbers)
+        try:
+            with tiles.trying(kernel, tile), torch.no_grad():
+                if any(
+                    error > check.TOLERANCES[torch.bfloat16]
+                    for error in check.worst(check.results(case, spec), exact).values()
+                ):
+                    continue
+                taken = statistics.median(clock(lambda: check.results(case, spec), device, max(3, rounds // 4)))
+        except Exception:  # tiles that do not fit are no news
+            continue
+        if best is None or taken < best[0]:
+            best = (taken, tile)
+    return None if best is None else best[1]

@@ -1,0 +1,47 @@
+"""`temper gpu-check`: are the GPU kernels right on this GPU, and how fast?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None = None) -> int:
+    """Check the Triton kernels on this GPU, then time them; one file to send in, in about five minutes.
+
+    Every operation is compared with its definition in float64, outputs and gradients, and run twice for equal bits. If
+    one is wrong nothing is timed, and the exit code is 1. Then every operation is timed with a cold cache, beside
+    `fused` and compiled `fused`, and set against the bytes it has to move. docs/gpu.md says how to send the file in:
+
+        temper gpu-check --out gpu.json
+        temper gpu-check --tune tiles.json && TEMPER_TILES=tiles.json temper gpu-check
+
+    Args:
+        out: The report, as JSON.
+        rounds: Times that every operation is timed; medians are reported.
+        tune: Try other tiles as well, and write the fastest to this file, for the variable TEMPER_TILES.
+    """
+    from temper.ops import gpu
+    from temper_lab.bench import gpu as measure
+    from temper_lab.checkpoint.files import write_whole
+
+    if rounds < 1:
+        raise ValueError(f"--rounds is {rounds}; expected a whole number >= 1")
+    for path in (out, tune):
+        if path is not None and path.is_dir():
+            raise ValueError(f"cannot write to {path}: it is a folder")
+    reason = gpu.unavailable()
+    if reason is not None:
+        raise ValueError(
+            f"nothing to check here: {reason}. Without a GPU, `temper bench --count` counts what the kernels would "
+            "move, and the tests run them in Triton's interpreter and compile them (docs/gpu.md)"
+        )
+    report = measure.report(rounds)
+    tiles = measure.tune(rounds) if tune is not None and report["is_right"] else None
+    for path, content in ((out, report), (tune, tiles)):
+        if path is not None and content is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(content, indent=1) + "\n")
+    measure.show(report)
+    print(f"report: {out}" + (f"\ntiles: {tune}" if tiles is not None else ""))
+    return 0 if report["is_right"] else 1

@@ -1,0 +1,123 @@
+"""When the Triton kernels run, what torch does with them, and what happens where they cannot be trusted."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import temper
+from temper.ops import backend, gpu
+from temper.ops.gpu import tiles
+
+pytestmark = pytest.mark.once
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="no triton: `make test` installs it"
+)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "name",
+    [
+        "autograd_and_folding",
+        "compile_export_opcheck",
+        "wrong_kernel",
+        "compile_error",
+        "nobody_asked",
+        "gpu_check_command",
+    ],
+)
+def test_behind_torch(name):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+    environment.pop("TEMPER_BACKEND", None)
+    code = [sys.executable, str(HERE / "triton_dispatch.py"), name]
+    done = subprocess.run(code, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture
+def site():
+    return temper.HyperConnection(temper.preset("temper-cp", num_streams=4, dim=16))
+
+
+@pytest.fixture
+def _fresh():
+    gpu._unavailable.cache_clear()
+    yield
+    gpu._unavailable.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_without_triton_or_a_gpu_the_others_run(site, monkeypatch, has_triton):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_triton else None)
+    with temper.use_backend("triton"):
+        streams = torch.randn(3, 4, 16)
+        assert backend.choose(streams, site.spec, site.mixer) is backend.BACKENDS["cpu"]
+        assert site(streams.requires_grad_()) if site.branch else True
+    info = temper.list_backends()[0]
+    assert info.name == "triton"
+    assert not info.available
+    assert ("torch sees no GPU" if has_triton else "triton is not installed") in str(info)
+    assert "not yet run on a GPU by us" in str(info)
+
+
+def test_temper_imports_without_triton():
+    """And asks for nothing but torch."""
+    code = "import sys; sys.modules['triton'] = None; import temper; print(*temper.list_backends(), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("preset", "n", "options", "reason"),
+    [
+        ("hc", 4, {}, "tanh"),
+        ("temper-cp", 17, {}, "2 to 16 streams"),
+        ("kromhc", 7, {}, "1,024 logits"),
+        ("mhc", 4, {"tol": 1e-3, "eps": 1e-3}, "with these options"),
+        ("temper-tucker", 6, {}, None),
+        ("mhc-lite", 6, {}, None),
+    ],
+)
+def test_what_the_kernels_serve(preset, n, options, reason):
+    site = temper.HyperConnection(temper.preset(preset, num_streams=n, dim=8, **options))
+    found = gpu.unserved(site.spec, site.mixer, torch.bfloat16)
+    assert (found is None) if reason is None else (reason in found)
+    assert gpu.unserved(site.spec, site.mixer, torch.float16) is not None
+
+
+def test_tiles_come_from_the_table_or_from_a_file(tmp_path, monkeypatch):
+    assert tiles.tile("project", 4, "sm_90") == tiles.Tile(64, 64)
+    assert tiles.tile("project", 4, "sm_100").tokens == 32
+    for target in tiles.TARGETS:
+        for padded in (2, 4, 8, 16):
+            for name in tiles.NAMES:
+                tile = tiles.tile(name, padded, target)
+                assert all(number & (number - 1) == 0 for number in tile[:3]), (name, tile)
+    file = tmp_path / "tiles.json"
+    entry = {"streams": 4, "kernel": "read", "tile": [8, 128, 8, 2]}
+    file.write_text(json.dumps({"tiles": {"sm_90": [entry]}}))
+    monkeypatch.setenv(tiles.VARIABLE, str(file))
+    tiles._table.cache_clear()
+    try:
+        assert tiles.tile("read", 4, "sm_90") == tiles.Tile(8, 128, 8, 2)
+        assert tiles.tile("read", 8, "sm_90") == tiles.Tile(4, 256)
+        for text in (
+            "",
+            "[]",
+            json.dumps({"tiles": {"sm_90": [entry | {"kernel": "rm"}]}}),
+            '{"tiles": {"sm_90": [1]}}',
+        ):
+            file.write_text(text)
+            tiles._table.cache_clear()
+            with pytest.raises(ValueError, match="gpu-check --tune"):
+                tiles.tile("read", 4, "sm_90")
+    finally:
+        tiles._table.cache_clear()
