@@ -107,10 +107,10 @@ def _count(methods: list[str], streams: list[int], as_json: bool, plot: Path | N
     found = count.rows(methods, streams)
     text = json.dumps({"tokens": count.TOKENS, "rows": found}, indent=2)
     if out is not None:
-        from temper_lab.checkpoint.files import write_whole
+        from temper_lab.io import atomic_write
 
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, text + "\n")
+        atomic_write(out, text + "\n")
     print(text if as_json else count.tables(found))
 
 

@@ -23,7 +23,7 @@ def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None 
     """
     from temper.ops import gpu
     from temper_lab.bench import gpu as measure
-    from temper_lab.checkpoint.files import write_whole
+    from temper_lab.io import atomic_write
 
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}; expected a whole number >= 1")
@@ -41,7 +41,7 @@ def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None 
     for path, content in ((out, report), (tune, tiles)):
         if path is not None and content is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(content, indent=1) + "\n")
+            atomic_write(path, json.dumps(content, indent=1) + "\n")
     measure.show(report)
     print(f"report: {out}" + (f"\ntiles: {tune}" if tiles is not None else ""))
     return 0 if report["is_right"] else 1
