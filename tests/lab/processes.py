@@ -27,11 +27,11 @@ def error_of(process: subprocess.Popen, seconds: float = 240) -> str:
         raise AssertionError(f"still running after {seconds} s:\n{error}") from None
 
 
-def succeed(processes: list[subprocess.Popen]) -> None:
+def succeed(processes: list[subprocess.Popen], seconds: float = 240) -> None:
     """Waits for processes that belong together, and fails the test unless all of them end well."""
     try:
         for process in processes:
-            error = error_of(process)
+            error = error_of(process, seconds)
             assert process.returncode == 0, error
     finally:
         for process in processes:

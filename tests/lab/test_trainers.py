@@ -26,7 +26,8 @@ ROUNDED = ("mixed", "sites apart")
 def together(folder, *names):
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
     processes = [start(trainers.__file__, str(folder), *names, RANK=rank, **place) for rank in ("0", "1")]
-    succeed(processes)
+    # Seconds where nobody else is at work.
+    succeed(processes, seconds=1200)
     return torch.load(folder / "found.pt", weights_only=True)
 
 
