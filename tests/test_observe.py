@@ -158,7 +158,8 @@ def test_streams_that_do_not_fit_have_no_composite():
 def test_the_table_and_an_empty_batch():
     model = Stack("temper-tucker")
     text = str(observed(model, torch.randn(2, 5, 6)))
-    assert len(text.splitlines()) == 4
+    assert len(text.splitlines()) == 5
+    assert text.splitlines()[-1].startswith("backend: ")
     assert "sites.2" in text
     assert observed(model, torch.randn(0, 5, 6)).reports() == []
 
