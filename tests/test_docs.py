@@ -1,5 +1,6 @@
 """What the documents say is what the code does: their examples run, their suites pass, their links lead somewhere."""
 
+import ast
 import os
 import re
 import subprocess
@@ -83,3 +84,12 @@ def test_nobody_is_told_to_install_somebody_elses_package():
 
 def test_the_first_snippet_runs_as_pasted():
     exec(blocks("README.md")[0], {})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src/temper").rglob("*.py")), ids=lambda path: path.stem)
+def test_docstrings_name_their_subject(path):
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = [
+        ast.get_docstring(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)
+    ]
+    assert not [text for text in docstrings if text and text.split()[0] in ("What", "Of")]

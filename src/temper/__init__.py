@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The shorter names.
+# Short aliases.
 backend, backends = use_backend, list_backends
 
 __all__ = [
@@ -64,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first asked for: nobody who only trains should wait for them.
+    # Imported on first use, so that training alone does not pay for them.
     if name in ("convert", "theory"):
         return importlib.import_module(f"temper.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Inside a wrapped block: x is a carrier of streams from the one end of the block to the other.
+"""The residual x inside a wrapped block: a carrier of streams from the block's input to its output.
 
-A pre-norm block says `x = x + branch(norm(x))`. Adding to a carrier writes to the streams; anything else that is done
-with it is done to what the next site reads. A carrier lives inside one block only. Blocks hand plain tensors
-(..., N, D) on to each other, so that FSDP, checkpointing and hooks see what they expect.
+A pre-norm block says `x = x + branch(norm(x))`. Adding to a carrier writes to the streams; any other operation
+acts on the input that the next site reads. A carrier lives inside one block only. Blocks exchange plain
+tensors (..., N, D), so FSDP, checkpointing and hooks see what they expect.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": reduce_streams, "mea
 
 
 class WrapError(ValueError, RuntimeError):
-    """A model that `wrap` cannot serve as it was asked to."""
+    """The error for a model that `wrap` cannot wrap as requested."""
 
 
 class Site(HyperConnection):
-    """A site of a wrapped block. To call it is to `begin`, so that what acts on calls (FSDP, offloading) acts here."""
+    """A site of a wrapped block. Calling it runs `begin`, so that call hooks (FSDP, offloading) fire."""
 
     def forward(self, streams: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.begin(streams)
@@ -49,7 +49,7 @@ class Site(HyperConnection):
 class Sites(nn.Module):
     """The sites of one block by number.
 
-    Not a `ModuleList`: to call it is to begin one of them, which FSDP and PEFT's `modules_to_save` need.
+    Unlike a `ModuleList` it can be called, which begins one site; FSDP and PEFT's `modules_to_save` need that.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -76,7 +76,7 @@ class Sites(nn.Module):
         return result
 
 
-# The trial that is running, for which blocks and carriers report what they do.
+# The running trial, to which blocks and carriers report.
 _trial: Trial | None = None
 
 
@@ -88,14 +88,14 @@ def set_trial(trial: Trial | None) -> None:
 class Carrier:
     """The residual x of a wrapped block: N streams that look like one tensor.
 
-    Adding a tensor writes to the streams with the next site and gives the next carrier. What leaves the values alone
-    (`contiguous`, `clone`, a dropout that drops nothing) or only casts them gives a carrier again. Every other use, by
-    a torch function or a tensor method, sees what the next site reads.
+    Adding a tensor writes to the streams with the next site and gives the next carrier. Operations that keep the
+    values (`contiguous`, `clone`, a dropout that drops nothing) or only cast them return a carrier. Every other torch
+    function or tensor method acts on the input that the next site reads.
 
     Args:
-        index: of the next site.
-        begun: what that site has begun, once for all casts of this carrier.
-        uses: the names of what was done with x, for an error to tell.
+        index: the number of the next site.
+        begun: the state of that site after `begin`, shared by all casts of this carrier.
+        uses: the names of the operations applied to x, for error messages.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Carrier:
 
     @property
     def _left(self) -> int:
-        """How many sites are still to be written."""
+        """The number of sites not yet written."""
         return self._count - self._index
 
     def _begin(self) -> tuple[Tensor, State]:
@@ -139,7 +139,7 @@ class Carrier:
         if self._dtype == self._streams.dtype:
             _, state = self._begin()
         else:
-            # A residual that is kept in another precision: from here on the streams are.
+            # The block casts its residual: the streams take the new dtype from here on.
             self._begin()
             _, state = self._sites(self._streams.to(self._dtype), self._index)
         streams = self._sites.finish(state, y, self._index)
@@ -166,7 +166,7 @@ class Carrier:
     def add(self, other: Any, *, alpha: float = 1) -> Any:
         return self + (other if alpha == 1 or not isinstance(other, Tensor) else alpha * other)
 
-    # What can be said of x without reading it.
+    # Properties of x that do not require reading it.
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
@@ -199,7 +199,7 @@ class Carrier:
     def is_floating_point(self) -> bool:
         return True
 
-    # What leaves the values alone, or only casts them.
+    # Operations that keep the values or only cast them.
     def contiguous(self, **_: Any) -> Carrier:
         return self
 
@@ -236,7 +236,7 @@ class Carrier:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            # Not for the outside, and asked for while a copy is still empty.
+            # Private names do not reach the tensor; copying also looks them up while the copy is still empty.
             raise AttributeError(name)
         if name.endswith("_"):
             raise WrapError(f"{self._block} changes its residual in place ({name}); write it as x = x + y to wrap it")
@@ -287,7 +287,7 @@ _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alp
 
 
 def _drops_nothing(p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True) -> bool:
-    """Of a dropout with these arguments; torch.dropout has its own name for one of them."""
+    """Whether a dropout with these arguments drops nothing; torch.dropout renames one argument."""
     return p == 0 or not (training and train)
 
 
@@ -301,13 +301,13 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class Place:
-    """Where a wrapped block stands, and what happens at its two ends.
+    """The position of a wrapped block in its stack, and the conversions at its input and output.
 
     Args:
-        name: of the block.
-        count: of its sites.
-        first: whether this block is given x itself, and not the streams of the block before it.
-        reduce: how the last block makes x of the streams; None for any other.
+        name: the block's name.
+        count: the number of its sites.
+        first: whether the block receives x itself instead of the streams of the previous block.
+        reduce: how the last block turns the streams into x; None for any other block.
         any_layout: whether x may have more dimensions than batch, tokens and features.
         argument: the name of x where blocks are called with names only.
     """
@@ -322,7 +322,7 @@ class Place:
     def enter(
         self, sites: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[str]]:
-        """What the block is called with, x a carrier; and where the uses of x will be written down."""
+        """The block's arguments with x replaced by a carrier, and the list that records the uses of x."""
         # Most blocks take x first; some are called with names only.
         key = None if args else self.argument if self.argument in kwargs else next(iter(kwargs), None)
         x = args[0] if args else kwargs.get(key) if key is not None else None
@@ -359,7 +359,7 @@ class Place:
         return x.unsqueeze(-2) if num_streams == 1 else expand_streams(x, num_streams) if self.first else x
 
     def leave(self, output: Any, uses: list[str]) -> Any:
-        """What the block returns: its streams in the place of the carrier, or x again after the last block."""
+        """The block's output with the carrier replaced by its streams, or by x after the last block."""
         in_tuple = isinstance(output, tuple | list) and len(output) > 0
         carrier = output[0] if in_tuple else output
         if not isinstance(carrier, Carrier):
@@ -384,16 +384,16 @@ class Place:
 
 
 class Block:
-    """What a wrapped block has beside its own class: its forward pass is between the two ends of its place.
+    """The mixin of a wrapped block: its forward pass runs between the conversions of its place.
 
-    A class and not a pair of hooks: so everybody's hooks, registered before or after, see plain tensors.
+    A class rather than a pair of hooks, so that all hooks, registered before or after, see plain tensors.
     """
 
     plain: type[Any]
     temper_place: Place
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made where it is needed, so that no module has it by name.
+        # The class is created on demand, so no module defines it by name.
         return _new_block, (type(self).plain,), self.__dict__
 
 
@@ -401,7 +401,7 @@ _classes: dict[type[Any], type[Any]] = {}
 
 
 def block_class(plain: type[Any]) -> Any:
-    """The class of a wrapped block; it has the name of the block's own, by which others know it."""
+    """The class of a wrapped block; it keeps the name of the block's own class, which other code looks up."""
     if plain not in _classes:
 
         @functools.wraps(plain.forward)

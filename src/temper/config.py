@@ -28,14 +28,14 @@ class Choice:
     items: tuple[tuple[str, Any], ...]
 
     def __init__(self, name: str, /, **options: Any) -> None:
-        # Sorted and free of lists, so that equal choices are equal and hashable, and JSON comes back as it went.
+        # Sorted and without lists, so that equal choices compare and hash equal and survive a round trip through JSON.
         items = ((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(options.items()))
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "items", tuple(items))
 
     @classmethod
     def of(cls, value: Choice | str | Mapping[str, Any]) -> Choice:
-        """A choice from what people write: a name, or a mapping with a name and options."""
+        """Parses a choice: a name, or a mapping with a name and options."""
         if isinstance(value, Choice):
             return value
         if isinstance(value, str):
@@ -66,11 +66,11 @@ class RouterConfig:
         dim: D, the width of each stream.
         pre, res, post: the generator of each head, all three None for a plain residual; res alone is None if the mixer
             takes no logits.
-        mixer: what the logits of `res` go through.
+        mixer: turns the logits of `res` into a matrix.
         gates: "sigmoid", or "tanh" for HC's own form.
         gain: the norm's gain, "full", "rank-one", "feature" or "none".
         norm: "flat" over all N * D entries, or HC's "per-stream".
-        norm_eps: added to the mean square; with `norm_clamp`, the least it may be.
+        norm_eps: added to the mean square; with `norm_clamp`, its lower limit.
         pre_eps: added to every read weight.
     """
 
@@ -117,7 +117,7 @@ class RouterConfig:
         for head in self.heads:
             object.__setattr__(self, head, self._resolved(head, Choice.of(parts[head])))
         if Mixer.named(mixer.name).refusal(self.num_streams) is None:
-            # Building without memory finds every bad option now, not in the middle of a model.
+            # Building on the meta device rejects bad options now instead of in the middle of a model.
             with torch.device("meta"):
                 self.build_mixer()
                 for head in self.heads:
@@ -158,7 +158,7 @@ class RouterConfig:
         return generator(in_modes, out_modes, **options)
 
     def build_mixer(self) -> Mixer:
-        """The mixer, or a ValueError with the number of parameters that its logits would have taken."""
+        """Builds the mixer, or raises a ValueError with the number of parameters its logits would need."""
         assert self.mixer is not None
         mixer = Mixer.named(self.mixer.name)
         if reason := mixer.refusal(self.num_streams):

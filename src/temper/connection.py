@@ -39,7 +39,7 @@ class HyperConnection(Router):
         config: from `temper.preset`.
         layer_index: which site of the network this is (2l for attention, 2l + 1 for the MLP of block l).
         branch: a module or function; its own pre-norm is inside it. What it takes after x, and what
-            it returns after y in a tuple or list, passes through.
+            it returns after y in a tuple or list, passes through unchanged.
     """
 
     def __init__(self, config: RouterConfig, *, layer_index: int = 0, branch: Branch | None = None) -> None:
@@ -81,13 +81,13 @@ class HyperConnection(Router):
     def finish_into(
         self, following: HyperConnection, state: State, y: Tensor, *, in_place: bool = False
     ) -> tuple[Tensor, State]:
-        """`finish` here and `begin` at the site that follows: the same, with one pass over the streams less.
+        """`finish` here and `begin` at the site that follows: the same, with one pass over the streams fewer.
 
             x, state = first.begin(streams)
             x, state = first.finish_into(second, state, attention(x))
             streams = second.finish(state, mlp(x))
 
-        Two sites that cannot be chained (another number of streams, residual sites, another backend) run one after
+        Sites that cannot be chained (different numbers of streams, residual sites, different backends) run one after
         the other.
 
         Args:
@@ -135,7 +135,7 @@ class HyperConnection(Router):
         return self._around(self.branch, streams, *args, **kwargs)
 
     def decorate(self, branch: Branch) -> Branch:
-        """A function of x made a function of streams."""
+        """Turns a function of x into a function of streams."""
 
         @functools.wraps(branch)
         def routed(streams: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a site costs, counted from its configuration: nothing is allocated or run."""
+"""Parameters, FLOPs and memory of a site, counted from its configuration without allocating anything."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from temper.mixers import Mixer
 
 @dataclass(frozen=True)
 class Cost:
-    """The price of one site for one forward pass.
+    """The cost of one site for one forward pass.
 
     Args:
         parameters: trainable, what the site adds to the model.
         frozen_parameters: saved but not trained.
         flops: of the forward pass, a multiply and add counted as two; a training step takes
             about three times as many.
-        activation_bytes: what is kept for the backward pass (by the "cpu" and "fused" backends; "naive" keeps more):
+        activation_bytes: saved for the backward pass (by the "cpu" and "fused" backends; "naive" saves more):
             the streams, the branch output and the routing of every token, and once for all of them the folded
-            weights, of which "cpu" keeps half. The branch itself comes on top.
+            weights, of which "cpu" saves half. The branch itself comes on top.
     """
 
     parameters: int
@@ -32,7 +32,7 @@ class Cost:
     activation_bytes: int
 
     def __mul__(self, sites: int) -> Cost:
-        """The price of several such sites."""
+        """The cost of several such sites."""
         return Cost(*(sites * value for value in vars(self).values()))
 
     __rmul__ = __mul__
@@ -42,7 +42,7 @@ def cost(config: RouterConfig, tokens: int, *, dtype: torch.dtype = torch.float3
     """Parameters, FLOPs and activation memory of one site.
 
     Args:
-        tokens: how many pass through the site in one forward.
+        tokens: the number of tokens in one forward pass.
         dtype: of the streams; routing is float32 at least.
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
@@ -51,7 +51,7 @@ def cost(config: RouterConfig, tokens: int, *, dtype: torch.dtype = torch.float3
     frozen = count_parameters(config, include_frozen=True) - trained
     num_streams, dim = config.num_streams, config.dim
     if config.is_residual:
-        # One add per entry; addition keeps nothing.
+        # One add per entry; addition saves nothing.
         return Cost(trained, frozen, tokens * dim, 0)
     assert config.mixer is not None
     mixer, options = Mixer.named(config.mixer.name), config.mixer.options
@@ -77,17 +77,17 @@ def cost(config: RouterConfig, tokens: int, *, dtype: torch.dtype = torch.float3
     streams = 2 * width + 2 * num_streams * width + 2 * width
     size = torch.promote_types(dtype, torch.float32).itemsize
     if Gates.named(config.gates).fast and config.norm == "flat":
-        # Kept per token: streams and y as they are stored; the routing, the bottleneck and the norm in full precision.
+        # Saved per token: streams and y as they are stored; the routing, the bottleneck and the norm in full precision.
         kept = (width + dim) * dtype.itemsize + (num_streams**2 + 2 * num_streams + rows + 2) * size
     else:
-        # Autograd keeps: streams, y, norm, the bottleneck twice (before and after the norm), the logits'
-        # dynamic part, pre, post, res and what the mixer keeps.
+        # Autograd saves: streams, y, norm, the bottleneck twice (before and after the norm), the logits'
+        # dynamic part, pre, post, res and what the mixer saves.
         kept = width + dim + 2 + 2 * rows + logits + 4 * num_streams + num_streams**2
         kept += mixer.saved(num_streams, **options)
         if config.norm == "per-stream":
-            # Only one scale per token leaves the sum; with one per stream the normed streams are kept as well.
+            # Only one scale per token leaves the sum; with one per stream the normed streams are saved as well.
             kept += width
         kept *= size
-    # Kept once: the maps, before and after the gain.
+    # Saved once: the maps, before and after the gain.
     maps = rows * width * (1 if config.gain == "none" else 2) + out_entries
     return Cost(trained, frozen, fold + tokens * (routing + streams), maps * size + tokens * kept)

@@ -1,4 +1,4 @@
-"""Gates: how logits become the weights of reading and writing, and where their biases start."""
+"""Gates: from logits to read and write weights, and the initial biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from temper.registry import Registered
 
 
 class Gates(Registered, ABC, family="gates"):
-    """The two ends of a site: `squash` acts on what the generators give, `pre` and `post` on the logits."""
+    """The gates of a site: `squash` acts on the generators' output, `pre` and `post` on the logits."""
 
     # Whether these are the gates that the fast implementations compute: no squash, then sigmoids.
     fast: ClassVar[bool] = False
@@ -22,11 +22,11 @@ class Gates(Registered, ABC, family="gates"):
     slopes: ClassVar[tuple[float, float]]
 
     def __init__(self, pre_eps: float = 0.0) -> None:
-        # DeepSeek-V4 keeps every read weight above a small number.
+        # DeepSeek-V4 adds a small number to every read weight.
         self.pre_eps = pre_eps
 
     def squash(self, dynamic: Tensor) -> Tensor:
-        """What the token-dependent part goes through before the gate scales it."""
+        """The nonlinearity applied to the token-dependent part before the gate scales it."""
         return dynamic
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Gates(Registered, ABC, family="gates"):
 
     @abstractmethod
     def most_written(self, gate: Tensor, bias: Tensor) -> Tensor:
-        """What ||post||_2 cannot exceed at any token, given the gate and the bias (N) of post."""
+        """An upper bound on ||post||_2 over all tokens, given the gate and the bias (N) of post."""
 
     @abstractmethod
     def initial_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class Gates(Registered, ABC, family="gates"):
     def exact_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
         """Biases, in float64, at which a site reads the mean of the streams and adds f(x) to it.
 
-        Where the generators give nothing and mixing keeps the mean, N streams then compute what one did (docs/math.md,
+        If the generators output zero and mixing preserves the mean, N streams then compute what one did (docs/math.md,
         Upcycling). Stream `index` is still written, or read, differently from the others.
         """
 
@@ -81,7 +81,7 @@ class Sigmoid(Gates, name="sigmoid"):
                 f"their mean; expected less than 1/{num_streams}"
             )
         pre = torch.full((num_streams,), math.log(read / (1 - read)), dtype=torch.float64)
-        # The marks of `initial_bias`, shifted until the N writes have the mean 1.
+        # The values of `initial_bias`, shifted until the N writes have mean 1.
         shift = math.asinh((1 - 2 / num_streams) * math.sinh(1))
         post = torch.full((num_streams,), shift - 1, dtype=torch.float64)
         post[index] = shift + 1
@@ -111,7 +111,7 @@ class Tanh(Gates, name="tanh"):
         return pre, torch.ones(num_streams)
 
     def exact_bias(self, num_streams: int, index: int) -> tuple[Tensor, Tensor]:
-        # HC starts exactly as it is: the streams are copies, one of which is read.
+        # HC's own start is exact: the streams are copies, one of which is read.
         pre, post = (bias.double() for bias in self.initial_bias(num_streams, index))
         return pre - self.pre_eps, post
 

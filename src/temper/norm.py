@@ -20,7 +20,7 @@ class StreamNorm(nn.Module):
             (a D-vector, HC's) or "none".
         norm: the mean runs over all N * D entries ("flat") or over each stream ("per-stream", HC's).
         eps: added to the mean square.
-        clamp: eps is the least the mean square may be instead of being added to it.
+        clamp: use eps as a lower limit of the mean square instead of adding it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StreamNorm(nn.Module):
 
     def stored(self) -> tuple[Tensor, ...]:
         """The gain's parameters."""
-        # By name: FSDP1 and `functional_call` put tensors in the place of parameters.
+        # Looked up by name, because FSDP1 and `functional_call` replace parameters by tensors.
         return tuple(getattr(self, name) for name in self._names)
 
     def gain(self) -> Tensor | None:

@@ -27,9 +27,9 @@ class SiteReport:
 
     Args:
         name: the site's name in the model.
-        tokens: how many were seen.
+        tokens: the number of tokens seen.
         row_error, column_error: the largest distance of a row or column sum of `res` from 1.
-        off_diagonal: what a stream takes from the others: the absolute off-diagonal entries of a row of `res`, summed
+        off_diagonal: the weight a stream takes from the others: absolute off-diagonal entries of a row of `res`, summed
             over the row and averaged over rows and tokens; 0 where streams are not mixed.
         forward_gain: the largest absolute row sum of `res`: how much mixing can amplify a signal.
         backward_gain: the largest absolute column sum: the same for a gradient.
@@ -90,7 +90,7 @@ def observe(model: nn.Module, *, per_token: bool = False) -> Iterator[Observatio
     Watch plain forward passes: activation checkpointing runs a site twice.
 
     Args:
-        per_token: also keep the routing of every token, in `observation.tokens`: memory grows with what is watched.
+        per_token: also record the routing of every token in `observation.tokens`; memory grows with the tokens.
     """
     sites = {name: site for name, site in model.named_modules() if isinstance(site, HyperConnection)}
     if not sites:
@@ -127,7 +127,7 @@ class Observation:
 
     @torch.no_grad()
     def see(self, site: HyperConnection, streams: Tensor, routing: Routing) -> None:
-        """Takes one forward of one site into account."""
+        """Records one forward pass of one site."""
         if site in self._in_this_pass:
             self._in_this_pass.clear()
         starts = not self._in_this_pass
@@ -189,7 +189,7 @@ class Observation:
 
 
 class _Tally:
-    """Sums over tokens, so that memory does not grow with what is watched."""
+    """Running sums over tokens, so that memory stays constant."""
 
     def __init__(self) -> None:
         self.tokens = 0

@@ -13,7 +13,7 @@ from temper.router import Router
 
 ROUTING = ("norm", *HEADS)
 
-# What people call the layer that mirrors the largest table.
+# Common names of the layer that mirrors the largest table.
 OUTPUT_HEADS = ("head", "lm_head", "output", "embed_out", "unembed", "unembedding")
 
 
@@ -27,10 +27,10 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Every trainable parameter of a model in exactly one of four groups, by `group["name"]`.
 
-    * "matrix": two-dimensional weights of hidden layers, the only ones that Muon is for.
+    * "matrix": two-dimensional weights of hidden layers, the only ones suited to Muon.
     * "embedding": lookup tables and the output head.
     * "vector": everything else (gains, biases, convolutions), without weight decay.
-    * "routing": all of every hyper-connection. Some of it is 3-D or scalar, so never Muon; no weight
+    * "routing": all parameters of the hyper-connections. Some of it is 3-D or scalar, so never Muon; no weight
       decay, which would pull the mixing towards none; and a learning rate of its own.
 
         groups = temper.param_groups(model, lr=3e-4, weight_decay=0.1)

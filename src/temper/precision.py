@@ -1,4 +1,4 @@
-"""In which precision a site computes: float32, or float64 if its streams are."""
+"""The precision of a site: float32, or float64 for float64 streams."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, *, num_streams: int, dim: int, **overrides: Any) -> RouterConfig:
-    """The configuration of a method, with anything changed that you name.
+    """The configuration of a method, with optional overrides.
 
     Args:
         name: one of `temper.PRESETS`.
@@ -52,18 +52,18 @@ def preset(name: str, *, num_streams: int, dim: int, **overrides: Any) -> Router
     values = {**PRESETS[name], **{key: value for key, value in overrides.items() if key in [*known, "generator"]}}
     options = {key: value for key, value in overrides.items() if key not in values}
     if "generator" in overrides:
-        # All three heads at once, over whatever the preset says of one of them.
+        # All three heads at once, overriding the preset's choice for any of them.
         values = {key: value for key, value in values.items() if key not in HEADS or key in overrides}
     generator = values.pop("generator")
     parts = {head: values.pop(head, generator) for head in HEADS} | {"mixer": values.pop("mixer")}
     if all(part is None for part in parts.values()):
         if options:
             raise unknown(f"option of the preset {name}", next(iter(options)), known)
-        # Checked as given, then one: the streams of a residual network would only be copies.
+        # Validated as given, then set to one: the streams of a residual network would only be copies.
         RouterConfig(num_streams=num_streams, dim=dim, **values)
         return RouterConfig(num_streams=1, dim=dim, **values)
     if parts["mixer"] is not None and not takes_logits(parts["mixer"], num_streams):
-        # A generator that was not asked for by name has nothing to generate.
+        # Without logits, a generator that was not requested by name is dropped.
         parts["res"] = overrides.get("res")
     choices: dict[str, Any] = {key: Choice.of(part) for key, part in parts.items() if part is not None}
     for option, value in options.items():

@@ -1,8 +1,8 @@
-"""Wrapped models of transformers: what `save_pretrained` writes and what brings it back.
+"""Saving and loading wrapped models of transformers.
 
-`config.json` gets an entry "temper" that says what `temper.wrap` has done, and the folder a file of a few lines with
-which the Auto classes build the model from the installed temper (`trust_remote_code=True`). The weights of the sites
-are among the others. Nothing here imports transformers before there is a model of it.
+`config.json` gets an entry "temper" that records what `temper.wrap` did, and the folder gets a short file with which
+the Auto classes build the model from the installed temper (`trust_remote_code=True`). The weights of the sites are
+saved with the others. Nothing here imports transformers before there is a model of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from temper.config import RouterConfig
 from temper.gates import with_vector_gates
 from temper.router import Router
 
-# The entry of config.json, and what is in it; a list where a model was wrapped several times, stack by stack.
+# The key in config.json; its value is a list if the model was wrapped several times, stack by stack.
 ENTRY = "temper"
 FIELDS = ("blocks", "sites", "reduce", "preset", "router")
 # The file that the Auto classes are pointed to.
@@ -29,7 +29,7 @@ STUB = "modeling_temper"
 
 
 def mark(module: nn.Module) -> None:
-    """Records in the configuration of a transformers model what was done to it, and has its `save_pretrained` know."""
+    """Records in the configuration of a transformers model what was done to it, and extends its `save_pretrained`."""
     config = getattr(module, "config", None)
     if not hasattr(module, "save_pretrained") or not hasattr(config, "save_pretrained"):
         return
@@ -41,7 +41,7 @@ def mark(module: nn.Module) -> None:
     entries = [_entry(record, configs) for record, configs in found]
     setattr(config, ENTRY, entries[0] if len(entries) == 1 else entries)
     for site in _sites(module):
-        # As far as transformers is concerned: it would reset what it believes was never set.
+        # Marks the parameters as initialized; transformers would reset them otherwise.
         site._is_hf_initialized = True  # type: ignore[assignment]
     if not isinstance(module, Wrapped):
         module.__class__ = wrapped_class(type(module))
@@ -59,7 +59,7 @@ def unmark(module: nn.Module) -> None:
 
 
 def load_pretrained(folder: str | Path, *, model_class: type | None = None, **options: Any) -> Any:
-    """A wrapped transformers model from a folder that its `save_pretrained` has written, with equal outputs.
+    """Loads a wrapped transformers model from a folder written by its `save_pretrained`, with equal outputs.
 
     Args:
         folder: on disk, or a name on the hub.
@@ -96,7 +96,7 @@ def load_pretrained(folder: str | Path, *, model_class: type | None = None, **op
 
 
 class AutoWrapped:
-    """What a stub hands to one of transformers' Auto classes in the place of a model class."""
+    """The object a stub gives to one of transformers' Auto classes in place of a model class."""
 
     name: str
 
@@ -112,7 +112,7 @@ class AutoWrapped:
         model_class = next((each for each in classes if each.__name__ in saved), classes[0])
         return wrapped_class(model_class).from_pretrained(folder, *args, config=config, **options)
 
-    # Auto classes give a generation mixin to what cannot generate; the class behind this one has its own.
+    # Auto classes add a generation mixin to classes that lack one; the class behind this one has its own.
     prepare_inputs_for_generation = generate = None
 
 
@@ -122,7 +122,7 @@ def auto_class(name: str) -> type[AutoWrapped]:
 
 
 class Loadable:
-    """What our models of transformers share: folders that hold a stub, and gates of any age."""
+    """The base of our transformers models: it saves a stub and loads gates of older versions."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
@@ -138,7 +138,7 @@ class Loadable:
 
 
 class Wrapped(Loadable):
-    """What a wrapped model of transformers has beside its own class."""
+    """The mixin of a wrapped transformers model."""
 
     plain: type[Any]
     config: Any
@@ -151,7 +151,7 @@ class Wrapped(Loadable):
             _repeat(self, entries)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made where it is needed, so that no module has it by name.
+        # The class is created on demand, so no module defines it by name.
         return _new, (type(self).plain,), self.__dict__
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any) -> Any:
@@ -174,7 +174,7 @@ class Wrapped(Loadable):
                     del self.config.auto_map
 
     def initialize_weights(self) -> None:
-        # Called after loading: what no file held gets its initial value, and tables that are in no file are made anew.
+        # Called after loading: tensors missing from the files get initial values, and constant tables are rebuilt.
         assert isinstance(self, nn.Module)
         for site in _sites(self):
             if not getattr(site, "_is_hf_initialized", False):
@@ -187,7 +187,7 @@ _classes: dict[type[Any], type[Any]] = {}
 
 
 def wrapped_class(plain: type[Any]) -> Any:
-    """The class of a wrapped model; it has the name of the model's own, by which others know it."""
+    """The class of a wrapped model; it keeps the name of the model's own class, which other code looks up."""
     if issubclass(plain, Wrapped):
         return plain
     if plain in _classes:
@@ -206,15 +206,16 @@ def _new(plain: type[Any]) -> Any:
 
 
 def write_stub(folder: Path, name: str, *lines: str, package: str = "temper") -> None:
-    """A module in the folder of a model whose first line imports what Auto classes are to use from this package."""
-    text = f'''"""Has the Auto classes of transformers (trust_remote_code=True) use the installed {package}."""
+    """Writes a module into a model folder that imports the class an Auto class should use from this package."""
+    distribution = "temper-hc" if package == "temper" else "temper-hc[lab]"
+    text = f'''"""Makes the Auto classes of transformers (trust_remote_code=True) use the installed {package}."""
 
 try:
     {lines[0]}
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        "this model has hyper-connections and needs the library they come from: install {package} {{version}} or newer "
-        f"first ({{missing}})"
+        "this model has hyper-connections and needs the library they come from: install {distribution} "
+        f"{{version}} or newer first ({{missing}})"
     ) from missing
 '''
     text = text.replace("{version}", importlib.import_module("temper").__version__)
@@ -246,7 +247,7 @@ def _entry(record: Any, configs: Sequence[RouterConfig]) -> dict[str, Any]:
         "sites": record.sites,
         "reduce": record.reduce,
         "preset": record.preset,
-        # Compressed models have ranks of their own at every site.
+        # Compressed models have different ranks at every site.
         "router": routers[0] if all(router == routers[0] for router in routers) else routers,
     }
 
@@ -275,10 +276,10 @@ def _repeat(model: nn.Module, entries: Any) -> None:
 
 @torch.no_grad()
 def _complete(site: Router) -> None:
-    """Gives what was not loaded its initial value."""
+    """Initializes the tensors that were not loaded."""
     if site.config.is_residual:
         return
-    # Constants that no file holds are written anew by a move.
+    # Moving a module rebuilds the constants that no file holds.
     site.mixer._apply(lambda tensor: tensor)
     missing = {
         name: parameter
@@ -302,7 +303,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def older_weights(folder: Any) -> dict[str, Any] | None:
-    """All weights of a folder whose gates are scalars, as they were once; None for any other."""
+    """All weights of a folder from an older version, whose gates are scalars; None for any other."""
     if folder is None or not os.path.isdir(folder):
         return None
     from safetensors import safe_open
@@ -314,7 +315,7 @@ def older_weights(folder: Any) -> dict[str, Any] | None:
                 gates = [key for key in file.keys() if key.endswith(".gate")]  # noqa: SIM118
                 if not any(file.get_slice(key).get_shape() == [] for key in gates):
                     continue
-        # Whoever reads the weights has more to say of a broken file.
+        # The actual loader reports a broken file in more detail.
         except Exception:
             return None
         from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""Save fewer streams for the backward pass, at the price of mixing again."""
+"""Saves fewer streams for the backward pass and recomputes the rest."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a name nobody registered: what was given, the near misses, all that exists."""
+    """The error for an unregistered name: the name, near misses and all registered names."""
     import difflib  # only an error needs it
 
     known = sorted(known)
@@ -37,7 +37,7 @@ class Registered:
             cls.family, cls.members = family, {}
         if name is not None:
             taken = cls.members.get(name)
-            # Running a notebook cell again redefines a class; another class under its name is a mistake.
+            # Rerunning a notebook cell redefines a class; a different class under the same name is an error.
             if taken is not None and _where(taken) != _where(cls):
                 raise ValueError(f"the {cls.family} name {name!r} already belongs to {_where(taken)}")
             cls.name = name

@@ -22,7 +22,7 @@ from temper.ops.plan import FoldedWeights, GeneratorSpec, RawWeights, SiteSpec, 
 from temper.precision import no_autocast, widen
 from temper.routing import Routing
 
-# The children of a site that routing is made of.
+# The submodules of a site that compute the routing.
 ROUTING = ("norm", "mixer", *HEADS)
 
 
@@ -30,7 +30,7 @@ class Head(nn.Module):
     """The logits of pre, res or post: gate * squash(Z) + bias.
 
     Args:
-        initial_bias: makes the bias that the head starts with.
+        initial_bias: returns the initial bias of the head.
     """
 
     def __init__(self, generator: Generator, initial_bias: Callable[[], Tensor]) -> None:
@@ -42,7 +42,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(generator.out_modes))
 
     def reset_parameters(self) -> None:
-        """Gate and bias as they start; the generator has initial values of its own."""
+        """Resets gate and bias; the generator has its own reset."""
         with torch.no_grad():
             self.gate.fill_(0.01)
             _assign(self.bias, self._initial_bias())
@@ -61,7 +61,7 @@ class NoLogits(Generator):
 
     def __init__(self, in_modes: Modes) -> None:
         super().__init__(in_modes, (0,))
-        # Nothing to save: it is here for its dtype and device.
+        # An empty buffer that is not saved; it carries dtype and device.
         self.register_buffer("weight", torch.empty(*in_modes, 0), persistent=False)
 
     @classmethod
@@ -110,7 +110,7 @@ class StateDictError(ValueError, RuntimeError):
 
 
 class Router(nn.Module):
-    """What a site decides from its streams: `route` gives pre, res and post for every token.
+    """The routing part of a site: `route` computes pre, res and post of every token from the streams.
 
     Args:
         config: from `temper.preset`.
@@ -128,7 +128,7 @@ class Router(nn.Module):
         # Whether `model.bfloat16()`, `.half()` and `.to(dtype)` leave the parameters of routing in float32.
         self.keep_float32 = True
         self.gates = Gates.named(config.gates)(config.pre_eps)
-        # What backends are told of this site; None at a residual one.
+        # The site's spec for backends; None at a residual site.
         self.spec: SiteSpec | None = None
         self._raw_paths: tuple[tuple[tuple[str, ...], str], ...] = ()
         if config.is_residual:
@@ -142,7 +142,7 @@ class Router(nn.Module):
             eps=config.norm_eps,
             clamp=config.norm_clamp,
         )
-        # Nothing that refers back to this module: it would live on until the next garbage collection.
+        # No reference back to this module: a cycle would keep it alive until the next garbage collection.
         ends = (self.gates, config.num_streams, layer_index % config.num_streams)
         starts: list[Callable[[], Tensor]]
         starts = [partial(_initial_bias, *ends, 0), self.mixer.initial_bias, partial(_initial_bias, *ends, 1)]
@@ -155,7 +155,7 @@ class Router(nn.Module):
             head.reset_parameters()
 
     def _describe(self) -> None:
-        """Sets what follows from the parts of the site; to be called again when one of them is replaced."""
+        """Updates everything derived from the parts of the site; call it again after replacing one."""
         config = self.config
         rows = []
         for name in HEADS:
@@ -218,8 +218,8 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Moves and casts as for any module, with two exceptions.
 
-        Routing is not narrowed below float32 (see `keep_float32`), and what comes from the meta device gets its initial
-        values: no trainer that does not know this module can leave it with whatever was in memory.
+        Routing is not narrowed below float32 (see `keep_float32`), and tensors that come from the meta device get their
+        initial values, so a trainer unaware of this module cannot leave uninitialized memory in it.
         """
         parts = [child for name, child in self.named_children() if name in ROUTING]
         was_meta = any(tensor.is_meta for part in parts for tensor in part.parameters())
@@ -236,7 +236,7 @@ class Router(nn.Module):
         return self
 
     def _start_anew(self) -> None:
-        """Initial values that depend on the seed, without taking random numbers from anybody else."""
+        """Draws initial values from the seed without advancing the caller's random state."""
         generator = torch.default_generator
         before = generator.get_state()
         try:
@@ -247,7 +247,7 @@ class Router(nn.Module):
             generator.set_state(before)
 
     def set_generators(self, **generators: Generator) -> None:
-        """Puts other generators into the heads named (`res=generator`); all else of the site stays the object it is."""
+        """Replaces the generators of the named heads (`res=generator`); all other parts stay the same objects."""
         changes: dict[str, Any] = {}
         for head, generator in generators.items():
             if head not in self.config.heads or self.config.is_residual:
@@ -281,7 +281,7 @@ class Router(nn.Module):
         return routing
 
     def _open(self, streams: Tensor, group: int = 0) -> tuple[Tensor, State]:
-        """x, and the state that the backend leaves: what `begin` does at a site that is not residual."""
+        """x and the backend's state: `begin` for a site that is not residual."""
         spec, mixer = self.spec, self.mixer
         assert spec is not None
         chosen = backend.choose(streams, spec, mixer)
@@ -289,7 +289,7 @@ class Router(nn.Module):
             return chosen.open_site(streams, self._weights_for(chosen, streams.dtype), spec, mixer, group)
 
     def _weights_for(self, chosen: backend.Backend, dtype: torch.dtype) -> FoldedWeights | RawWeights:
-        """The weights for streams of a dtype: folded here, unless the backend does that by itself."""
+        """The weights for streams of a dtype: folded here unless the backend folds them."""
         assert self.spec is not None
         wide = torch.promote_types(dtype, torch.float32)
         if self.spec.generators is not None and chosen.folding is not None:
@@ -303,7 +303,7 @@ class Router(nn.Module):
 
     def _raw_weights(self) -> RawWeights:
         """The gain, then generator, gate and bias of pre, res and post."""
-        # From the modules' own dictionaries: attributes of modules are Python calls, three dozen of them in a site.
+        # Reads the modules' dictionaries: attribute access on a module is a Python call, three dozen per site.
         tensors: list[Tensor] = []
         for path, key in self._raw_paths:
             module: nn.Module = self
@@ -318,14 +318,14 @@ class Router(nn.Module):
         else:
             if tensors:
                 return RawWeights(tuple(tensors))
-        # Something has replaced a parameter by an attribute (a parametrization, a flattened group of parameters).
+        # A parameter was replaced by an attribute (a parametrization, a flattened parameter group).
         return RawWeights(self._stored())
 
     def _stored(self) -> tuple[Tensor, ...]:
         return *self.norm.stored(), *self.pre.stored(), *self.res.stored(), *self.post.stored()
 
     def _find_raw_paths(self) -> tuple[tuple[tuple[str, ...], str], ...]:
-        """Where the raw weights are: submodules, and the name in the last of them. Empty where that is not certain."""
+        """The path to each raw weight: submodules, and the name in the last of them. Empty if that is uncertain."""
         assert self.spec is not None
         if self.spec.generators is None:
             return ()
@@ -344,7 +344,7 @@ class Router(nn.Module):
             in_map, out_map = head.generator.maps(dtype)
             gate, bias = head.gate.to(dtype), head.bias.to(dtype).flatten()
             if not self.gates.fast:
-                # These squash what a generator gives before the gate scales it.
+                # These gates squash the generator's output before scaling it.
                 scales.append(gate.expand(bias.shape))
             elif head.generator.direct:
                 in_map = in_map * gate
@@ -362,7 +362,7 @@ class Router(nn.Module):
         return FoldedWeights(in_map, out, torch.cat(biases), torch.cat(scales) if scales else None)
 
     def check_streams(self, streams: Tensor) -> None:
-        """Raises for what cannot be the streams of this site."""
+        """Raises an error for a tensor that cannot be the streams of this site."""
         if not isinstance(streams, Tensor):
             raise TypeError(f"streams must be a tensor (..., N, D), got {type(streams).__name__}")
         num_streams, dim = self.config.num_streams, self.config.dim
@@ -377,8 +377,8 @@ class Router(nn.Module):
             raise TypeError(f"streams have dtype {streams.dtype}; expected a floating-point dtype")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As for any module, but all or nothing, and only what is finite."""
-        # torch copies what fits and complains afterwards; here nothing is written unless all of it fits.
+        """Loads like any module, but all or nothing, and only finite values."""
+        # torch copies what fits and reports errors afterwards; here nothing is written unless everything fits.
         self._check_state_dict(state_dict, "", strict)
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -429,12 +429,12 @@ class Router(nn.Module):
 
 
 def _initial_bias(gates: Gates, num_streams: int, index: int, which: int) -> Tensor:
-    """Of pre (0) or post (1)."""
+    """The initial bias of pre (0) or post (1)."""
     return gates.initial_bias(num_streams, index)[which]
 
 
 def _move(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """What `fn` makes of a tensor, but never in less than float32 unless it was so before."""
+    """Applies `fn` to a tensor without narrowing it below float32."""
     moved = fn(tensor)
     wide = torch.promote_types(moved.dtype, torch.float32) if moved.is_floating_point() else moved.dtype
     return moved if moved.dtype in (wide, tensor.dtype) else tensor.to(moved.device, wide)
@@ -453,7 +453,7 @@ def _assign(target: Tensor, value: Tensor) -> None:
 
 
 def _owner(thing: object, name: str) -> type:
-    """The class that an attribute comes from."""
+    """The class that defines an attribute."""
     return next(cls for cls in type(thing).__mro__ if name in vars(cls))
 
 

@@ -1,4 +1,4 @@
-"""What a router decides for each token, and which way round the mixing matrix is."""
+"""The routing of a token, and the orientation of the mixing matrix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """How one token's streams are read, mixed and written.
+    """The weights that read, mix and write one token's streams.
 
     Orientation, here and everywhere in this library: `H'[m] = sum_n res[m, n] H[n] + post[m] y`.
     Row m of `res` says where output stream m comes from. Several public implementations apply the

@@ -1,4 +1,4 @@
-"""One forward pass of a wrapped model on tensors without memory, to find out whether its blocks can be wrapped.
+"""A trial forward pass of a wrapped model on fake tensors, to find out whether its blocks can be wrapped.
 
 A copy of the model on fake tensors runs with guessed or given inputs. Blocks and carriers report to the trial what they
 do (see `temper.wrap`), and a torch-function mode sees everything else, so that an error can name the operation in which
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map
 
-# Tokens of a guessed input: a number that no width and hardly any number of streams has.
+# Tokens of a guessed input: a number that is no width and hardly any number of streams.
 TOKENS = 7
-# What a branch is made of: a path through one of these is not the way of the residual.
+# Modules of a branch: a path through one of these is not the residual path.
 BRANCH = ("linear", "matmul", "bmm", "mm", "conv", "attention", "softmax", "embedding", "einsum", "addmm", "baddbmm")
 
 
 class Trial:
-    """A model to be tried.
+    """The model under trial.
 
     Args:
         module: stays untouched.
@@ -47,7 +47,7 @@ class Trial:
             self.copy = self.on_copy(module)
             with self._mode:
                 self._inputs = tree_map(self._fake, inputs)
-        # Whatever cannot be copied without memory cannot be tried.
+        # A model that cannot be copied to fake tensors cannot be tried.
         except Exception:
             self.copy = None
         self._blocks: list[str] = []
@@ -70,8 +70,8 @@ class Trial:
         """Runs the copy; raises ValueError if its blocks cannot be wrapped, and says nothing if it cannot be run.
 
         Args:
-            blocks: the names of those that have to run, once each and in this order.
-            watch: has blocks and carriers report here, until it is called with None.
+            blocks: the names of the blocks that must run, once each and in this order.
+            watch: makes blocks and carriers report here until it is called with None.
         """
         from temper.carrier import WrapError
 
@@ -103,7 +103,7 @@ class Trial:
                 ) from failed
         finally:
             watch(None)
-            # Fake tensors and the operations on them; the error may live long.
+            # Drops the fake tensors and recorded operations: the error may live long.
             self.copy, self._ways, self._alive = None, {}, []
 
     def _forward(self, training: bool) -> None:
@@ -115,7 +115,7 @@ class Trial:
             self.copy.train(training)(*args, **kwargs)
 
     def _plain_runs(self, training: bool) -> bool:
-        """Whether the model without streams takes these inputs."""
+        """Whether the model without streams accepts these inputs."""
         from temper.wrap import unwrap
 
         assert self.copy is not None
@@ -130,7 +130,7 @@ class Trial:
         return True
 
     def _whereabouts(self) -> str:
-        """Where an error that is not ours came from."""
+        """The origin of an error that this package did not raise."""
         if self._handed is not None and self._entered[-1] == self._handed[0] != self._blocks[-1]:
             return (
                 f"something happens to the residual after {self._handed[0]}, before the next block; blocks must run "
@@ -138,14 +138,14 @@ class Trial:
             )
         return "its blocks may ask for a tensor where a wrapped block has streams"
 
-    # What wrapped blocks and carriers report.
+    # Reports from wrapped blocks and carriers.
 
     def enter(self, block: str, x: Any) -> None:
         """A block begins with x."""
         from temper.carrier import WrapError
 
         if block not in self._blocks:
-            # Of another stack, which was wrapped before.
+            # The block belongs to a stack that was wrapped earlier.
             return
         if self._handed is not None and x is not self._handed[1]:
             raise WrapError(
@@ -166,7 +166,7 @@ class Trial:
         self._alive.append(x)
 
     def saw(self, name: str, given: Iterable[Any], made: Any) -> None:
-        """An operation has made something of something."""
+        """An operation has computed outputs from inputs."""
         sources = [id(value) for value in given]
         for value in tree_iter(made):
             if isinstance(value, Tensor) and id(value) not in self._ways and id(value) not in sources:
@@ -174,7 +174,7 @@ class Trial:
                 self._alive.append(value)
 
     def lost(self, output: Any) -> str:
-        """Why the output of a block is no longer its residual."""
+        """The reason why the output of a block is no longer its residual."""
         by_hand = "need HyperConnection by hand"
         if not isinstance(output, Tensor):
             return f"it returns {type(output).__name__}; expected x first, alone or in a tuple"
@@ -227,7 +227,7 @@ class Trial:
 
 
 class _Watch(TorchFunctionMode):
-    """Tells a trial of every operation."""
+    """Reports every operation to a trial."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's reports of operations that it cannot do on fake tensors: who gets the error decides."""
+    """Silences torch's logs of operations unsupported on fake tensors: the caller handles the error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -260,7 +260,7 @@ def _quiet() -> Iterator[None]:
 
 
 def guess(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Inputs that a model may take; None where nothing tells."""
+    """Guessed inputs of a model; None if there is nothing to go by."""
     config = getattr(module, "config", None)
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     ids = torch.zeros(2, TOKENS, dtype=torch.int64, device=device)
@@ -274,7 +274,7 @@ def guess(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
 
 
 def _of_config(config: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Everything that models of transformers are called with, in the sizes of a configuration."""
+    """The inputs of transformers models, with sizes from a configuration."""
     found = {"input_ids": ids, "decoder_input_ids": ids}
     vision, text = getattr(config, "vision_config", config), config.get_text_config()
     size = getattr(vision, "image_size", None)
@@ -306,5 +306,5 @@ def _short(error: BaseException) -> str:
 
 
 def _is_limit(error: BaseException) -> bool:
-    """Whether an error is one of tensors without values, not of the model."""
+    """Whether an error comes from fake tensors rather than from the model."""
     return type(error).__module__.startswith(("torch._subclasses", "torch.fx"))

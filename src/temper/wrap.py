@@ -1,4 +1,4 @@
-"""Hyper-connections on somebody's own transformer, without touching its code.
+"""Adds hyper-connections to an existing transformer without changing its code.
 
 Inside a wrapped block x is a carrier of streams (`temper.carrier`); between blocks there are plain tensors.
 """
@@ -26,17 +26,17 @@ from temper.trial import Trial
 Selector = str | Sequence[str] | Callable[[str, nn.Module], bool]
 Model = TypeVar("Model", bound=nn.Module)
 
-# The name under which a module holds what `wrap` has done to it.
+# The attribute under which a module records what `wrap` did.
 RECORDS = "_temper_wraps"
 
 
-# Norms of these kinds take channels at the second place.
+# Norms of these kinds expect channels in the second dimension.
 CHANNELS_FIRST = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One call of `wrap`, as far as it takes to repeat it.
+    """The record of one call of `wrap`, enough to repeat it.
 
     Args:
         blocks: their names, in order.
@@ -81,13 +81,13 @@ def wrap(
         selector: which submodules are the blocks: a pattern of names such as "layers.*" (`*` stands for
             one part of a dotted name), a list of such patterns, or a function of (name, module).
         preset: a name of `temper.PRESETS`, changed by `overrides` as in `temper.preset`.
-        dim: the width; found from the norms of the first block if left out. To give it is also to say that the features
-            are the last dimension of x, which is otherwise refused for an x of four dimensions and for blocks with
-            batch or group norms.
+        dim: the width; found from the norms of the first block if left out. Giving it also asserts that the features
+            are the last dimension of x, without which an x of four dimensions and blocks with batch or group norms
+            are rejected.
         sites: how many residual adds one block has.
-        reduce: what becomes of the streams after the last block: their "sum" (the paper's), or their "mean", which
+        reduce: how the streams are combined after the last block: their "sum" (the paper's), or their "mean", which
             `temper.convert.upcycle` needs and sets by itself.
-        recompute: keep only some of the streams for the backward pass (`temper.recompute`).
+        recompute: save only some of the streams for the backward pass (`temper.recompute`).
         example: inputs to try the model with: a tensor, a tuple of arguments or a dict of keyword arguments.
 
     Returns:
@@ -123,7 +123,7 @@ def wrap(
 def unwrap(module: Model) -> Model:
     """Takes the hyper-connections of `wrap` off a model, in place: its code runs as it did before.
 
-    The parameters of the sites are gone with them; all others stay the objects that they are.
+    The parameters of the sites are discarded; all others stay the same objects.
 
     Returns:
         The same module.
@@ -147,7 +147,7 @@ def unwrap(module: Model) -> Model:
 
 
 def records_of(module: nn.Module) -> list[tuple[Record, list[RouterConfig]]]:
-    """What `wrap` has done to a module or to parts of it, with names as the module has them, and what the sites are."""
+    """The records of `wrap` on a module and its parts, with names relative to the module, and the site configs."""
     found = []
     for name, child in module.named_modules():
         for record in getattr(child, RECORDS, ()):
@@ -165,7 +165,7 @@ def records_of(module: nn.Module) -> list[tuple[Record, list[RouterConfig]]]:
 
 
 def repeat(module: nn.Module, record: Record, configs: Sequence[RouterConfig]) -> None:
-    """Wraps a module as another one of its kind was wrapped; it was tried then."""
+    """Wraps a module as another of its kind was wrapped, without a trial."""
     blocks = list(_select(module, record.blocks))
     if len(configs) != record.sites * len(blocks):
         raise ValueError(

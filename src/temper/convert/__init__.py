@@ -1,4 +1,4 @@
-"""Weights in other forms: of lower rank, of more streams, and of other people's modules."""
+"""Conversion of weights: to lower rank, to more streams, and from and to other implementations."""
 
 from temper.convert.compress import Compressed, HeadReport, compress
 from temper.convert.factorize import factorize, relative_error

@@ -1,4 +1,4 @@
-"""Fewer parameters for a trained model: the generators of all its sites in another form, as near as that form comes."""
+"""Compression of a trained model: replaces the generators of all sites by their best low-rank approximation."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What became of one generator.
+    """The result for one generator.
 
     Args:
         site: its name in the model.
         head: pre, res or post.
-        rank: as it was resolved, None for a form without ranks.
+        rank: the resolved rank, None for a form without ranks.
         before, after: parameters of the generator.
         weight_error: ||W - What|| / ||W||.
-        data_error: the same of what the logits do from token to token on the calibration data; None without any.
+        data_error: the same for the token-dependent part of the logits on the calibration data; None without data.
     """
 
     site: str
@@ -46,7 +46,7 @@ class HeadReport:
 
 
 class Compressed(NamedTuple, Generic[Model]):
-    """A compressed model and what was done to it.
+    """A compressed model and its report.
 
     Args:
         error: of all logits together, sqrt(sum w ||W - What||^2 / sum w ||W||^2) over all generators, on data if there
@@ -85,15 +85,15 @@ def compress(
     Args:
         to: a generator, "tucker", "cp" or "tt".
         rank: of every generator, as `temper.preset` takes it.
-        error: instead of a rank, the largest `Compressed.error`; every generator gets the rank that it needs for it.
-        params: instead of a rank, how many parameters all sites may have together, gains, biases and gates included.
-        moments: of `temper.convert.moments`: what is kept is what matters for the logits on that data, and every bias
-            takes over the mean of what is lost.
-        sensitivities: of `temper.convert.sensitivities`: an error or a number of parameters is shared out by what the
-            loss minds, and with a rank or a number of parameters every fit keeps to it too. Without them all logits
-            count the same.
+        error: instead of a rank, the largest `Compressed.error`; every generator gets the rank it needs.
+        params: instead of a rank, the total parameter budget of all sites, gains, biases and gates included.
+        moments: from `temper.convert.moments`: the fit minimises the error of the logits on that data, and every bias
+            absorbs the mean of what is lost.
+        sensitivities: from `temper.convert.sensitivities`: an error or parameter budget is distributed by the
+            sensitivity of the loss, and with a rank or a parameter budget every fit is weighted by it too. Without
+            them all logits count the same.
         plain: `Generator.from_dense` (HOSVD, TT-SVD, nested SVDs) instead of the best fit; for comparison.
-        in_place: change this model, or a copy of it.
+        in_place: change this model instead of a copy.
     """
     form = Generator.named(to)
     targets = targets_of(model, moments, sensitivities)
@@ -101,7 +101,7 @@ def compress(
         raise ValueError("plain is without moments: the decompositions that it stands for know nothing of data")
     before = sum(count_parameters(site.config, include_frozen=True) for site in routed_sites(model).values())
     ranks = _ranks(form, targets, rank, error, params)
-    # An error is promised in all logits alike, so then they are fitted alike.
+    # `error` limits the unweighted error of all logits, so the fit is unweighted too.
     minds = error is None and form.with_modes_mapped is not Generator.with_modes_mapped
     found = [_fit(form, target, chosen, plain, minds) for target, chosen in zip(targets, ranks, strict=True)]
     heads, lost, whole = [], 0.0, 0.0
@@ -121,7 +121,7 @@ def compress(
 def check(
     model: nn.Module, to: str, *, rank: Rank = None, error: float | None = None, params: int | None = None
 ) -> None:
-    """Raises ValueError for what `compress` could not do, in no time."""
+    """Raises ValueError for arguments that `compress` cannot satisfy, before any work."""
     form, targets = Generator.named(to), targets_of(model, None, None)
     _check_request(form, rank, error, params)
     if rank is not None:
@@ -169,7 +169,7 @@ def _resolved(form: type[Generator], targets: Sequence[Target], rank: Rank) -> l
 
 
 def _generator_budget(form: type[Generator], targets: Sequence[Target], params: int) -> int:
-    """What is left for the generators when gains, biases and gates have theirs."""
+    """The parameters left for the generators after gains, biases and gates."""
     if isinstance(params, bool) or not isinstance(params, int):
         raise ValueError(f"params is {params!r}; expected a whole number")
     sites = dict.fromkeys(target.site for target in targets)
@@ -196,7 +196,7 @@ def _fit(form: type[Generator], target: Target, rank: Rank, plain: bool, minds: 
     elif metrics is None:
         new = factorize(weight, form.name, rank, moment=target.measure)
     else:
-        # Errors that the loss minds are made large, and W is taken back afterwards.
+        # Scale W by the sensitivity before the fit, and undo the scaling afterwards.
         roots, stretched = [_root(metric) for metric in metrics], weight.double().cpu()
         for mode, root in enumerate(roots, 2):
             stretched = mode_product(stretched, root, mode)
@@ -212,7 +212,7 @@ def _root(metric: Tensor) -> Tensor:
 
 
 def _report(target: Target, generator: Generator) -> tuple[HeadReport, tuple[float, float]]:
-    """What was lost, and the squares of the logits that are lost and that there were, in the measure of the fit."""
+    """The lost part of W, and the squared norms of the lost and of the original logits, as the fit measures them."""
     old = target.head.generator
     weight, rest = dense_of(old), dense_of(old) - dense_of(generator)
     squares = _square(rest, target.measure), _square(weight, target.measure)
@@ -231,7 +231,7 @@ def _report(target: Target, generator: Generator) -> tuple[HeadReport, tuple[flo
 def _put(target: Target, generator: Generator) -> None:
     head = target.head
     if target.moment is not None and target.site.gates.fast:
-        # What is lost of a logit has a mean, and a bias can hold it.
+        # The bias absorbs the mean of the lost logits.
         lost = dense_of(head.generator).double() - dense_of(generator).double()
         mean = target.moment.mean.to(lost.device).view(lost.shape[:2])
         head.bias.add_(head.gate.double() * torch.tensordot(mean, lost, dims=2))
@@ -246,5 +246,5 @@ def _square(weight: Tensor, measure: Tensor | None) -> float:
 
 
 def _ratio(lost: float, whole: float) -> float:
-    # What the data do not see is not missed.
+    # Directions absent from the data do not count.
     return math.sqrt(lost / whole) if whole else 0.0

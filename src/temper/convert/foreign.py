@@ -1,4 +1,4 @@
-"""Other people's hyper-connections: their weights read into ours, and ours written back.
+"""Weights of other hyper-connection implementations: loading them and writing them.
 
 Their matrix A is applied transposed, H'[t] = sum_s A[s, t] H[s], so our res[t, s] is their A[s, t].
 Letters: N streams, D features, c = N * D, s and t source and destination stream as they name them.
@@ -20,23 +20,23 @@ from temper.connection import HyperConnection
 from temper.presets import preset
 from temper.registry import Registered
 
-# Ours in a plain form: dense (N, D, *out_modes) weights, biases, gates and the gain, by state-dict name.
+# Our weights in plain form: dense (N, D, *out_modes) tensors, biases, gates and the gain, by state-dict name.
 Weights = dict[str, Tensor]
 
 
 def load_foreign(
     source: str, state_dict: Mapping[str, Tensor], *, num_streams: int, dim: int, **overrides: Any
 ) -> HyperConnection:
-    """A hyper-connection that computes what somebody else's module with these weights computes.
+    """A hyper-connection equivalent to another implementation's module with these weights.
 
     Args:
         source: "hyper_conn.mhc", "hyper_conn.mhc_lite", "hyper_conn.kromhc" or "deepseek_v4".
-        state_dict: of one of their hyper-connection modules; what is below `branch.` is left aside.
-        overrides: settings of theirs that no state dict holds and that are not the usual ones, as
+        state_dict: of one of their hyper-connection modules; keys below `branch.` are ignored.
+        overrides: non-default settings that their state dict does not hold, as
             options of `temper.preset`: `iters=10`, or DeepSeek's `eps=1e-5, pre_eps=1e-5`.
     """
     foreign = Foreign.named(source)
-    # Theirs divide by both.
+    # Checks both numbers first: the implementations below divide by them.
     RouterConfig(num_streams=num_streams, dim=dim)
     config = foreign.config(num_streams, dim, overrides)
     theirs = _checked(foreign, state_dict, num_streams, dim)
@@ -50,9 +50,9 @@ def load_foreign(
 
 
 def export_foreign(target: str, site: HyperConnection, **overrides: Any) -> Weights:
-    """The state dict that makes somebody else's module compute what `site` computes.
+    """The state dict with which another implementation's module computes what `site` computes.
 
-    Any generator is written as the dense tensor it stands for. A site that computes something their module
+    Any generator is written as the dense tensor it represents. A site that computes something their module
     has no setting for (another mixer, another guard against zero) is a ValueError that says what differs.
 
     Args:
@@ -94,12 +94,12 @@ def export_foreign(target: str, site: HyperConnection, **overrides: Any) -> Weig
 
 
 class Foreign(Registered, ABC, family="foreign source"):
-    """One other implementation: the settings it stands for and where it keeps what."""
+    """One other implementation: its settings and state-dict layout."""
 
     @classmethod
     @abstractmethod
     def config(cls, num_streams: int, dim: int, overrides: dict[str, Any]) -> RouterConfig:
-        """Ours that computes what theirs computes."""
+        """The equivalent configuration of this library."""
 
     @classmethod
     @abstractmethod
@@ -116,7 +116,7 @@ class Foreign(Registered, ABC, family="foreign source"):
 
 
 class HyperConn(Foreign):
-    """What the three modules of the KromHC and mHC-lite repositories share: norm, scales and post."""
+    """The base of the three modules of the KromHC and mHC-lite repositories: norm, scales and post."""
 
     preset: str
 
@@ -153,7 +153,7 @@ class HyperConn(Foreign):
     @classmethod
     @abstractmethod
     def join(cls, pre: Tensor, res: Tensor, num_streams: int) -> Tensor:
-        """The way back of `split`."""
+        """The inverse of `split`."""
 
     @classmethod
     def to_ours(cls, theirs: Weights, num_streams: int, dim: int) -> Weights:
@@ -291,7 +291,7 @@ class DeepseekV4(Foreign, name="deepseek_v4"):
             weight, bias = ours[f"{name}.generator.weight"], ours[f"{name}.bias"]
             if name == "res":
                 weight, bias = weight.transpose(-2, -1), bias.T
-            # They have no gain: it goes into the weights that follow it.
+            # Their module has no gain: fold it into the weights that follow.
             fn.append((weight.flatten(2) * ours["norm.weight"].unsqueeze(-1)).flatten(0, 1).T)
             base.append(bias.flatten())
         gates = [ours[f"{name}.gate"] for name in ("pre", "post", "res")]
@@ -309,7 +309,7 @@ def _routed(source: str, name: str, num_streams: int, dim: int, settings: dict[s
 
 
 def _checked(foreign: type[Foreign], state_dict: Mapping[str, Tensor], num_streams: int, dim: int) -> Weights:
-    """Their tensors in one dtype and the expected shapes, or a ValueError with all that is wrong."""
+    """Their tensors in one dtype; raises ValueError with every mismatch of keys, shapes and dtypes."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}")
     if strange := [key for key in state_dict if not isinstance(key, str)]:

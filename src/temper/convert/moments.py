@@ -1,4 +1,4 @@
-"""What the generators of a model see on data: mean and covariance of the normed streams of every site.
+"""Mean and covariance of every site's normed streams on data: the inputs of its generators.
 
 Letters: c = N * D entries of a token's streams, n tokens.
 """
@@ -19,17 +19,17 @@ from temper.routing import Routing
 
 # Tokens whose products are summed in the precision of routing before they are added in float64.
 CHUNK = 1024
-# Variance that is nothing, as a share of the second moment: products in float32 are no better.
+# Relative to the second moment, a variance below this is rounding: products in float32 are no better.
 ROUNDING = 1e-6
-# What is added to every variance, as a share of their mean: a direction that these data do not show is not one that
-# no data will show, and without this a fit may do there whatever it likes (streams start as copies of each other).
+# Ridge on every variance, relative to their mean: directions absent from the calibration data may occur elsewhere,
+# and without a ridge the fit is arbitrary there (streams start as copies of each other).
 RIDGE = 1e-2
-# Bytes of all covariances together, beyond which they live in files that the system pages in and out.
+# Total bytes of covariances beyond which they are stored in memory-mapped files.
 LIMIT = 2 << 30
 
 
 class Moment(NamedTuple):
-    """What one site has seen, in float64; Hhat is what its generators are given: normed, with the gain.
+    """Input statistics of one site, in float64; Hhat is the generators' input: normed streams with the gain.
 
     Args:
         mean: E[vec(Hhat)], entry n * D + d.
@@ -50,11 +50,11 @@ def moments(model: nn.Module, *, limit: int = LIMIT) -> Iterator[Mapping[str, Mo
                 model(ids)
         temper.convert.compress(model, "tucker", rank=(2, 12), moments=seen)
 
-    What is yielded is empty until the `with` ends.
+    The mapping is empty until the `with` block ends.
 
     Args:
-        limit: if all covariances, 8 (N D)^2 bytes each, would take more than this, they are kept in files
-            without a name in the folder for temporary files.
+        limit: if all covariances, 8 (N D)^2 bytes each, would take more than this, they are stored in
+            unlinked files in the folder for temporary files.
     """
     sites = routed_sites(model)
     sizes = {name: site.config.num_streams * site.config.dim for name, site in sites.items()}
@@ -88,7 +88,7 @@ def routed_sites(model: nn.Module) -> dict[str, HyperConnection]:
 
 
 class _Tally:
-    """The sums of one site."""
+    """Running sums of one site."""
 
     def __init__(self, size: int, in_file: bool) -> None:
         self.tokens = 0
@@ -114,7 +114,7 @@ class _Tally:
         mean, second = self.total_c.div_(self.tokens), self.products_cc.div_(self.tokens)
         noise = ROUNDING * second.trace()
         covariance = second.addr_(mean, mean, alpha=-1)
-        # What does not vary may come out below nothing, which no covariance is.
+        # Rounding may make the variance of a constant negative.
         covariance.diagonal().clamp_(min=0)
         if covariance.trace() <= noise:
             covariance.zero_()
@@ -125,6 +125,6 @@ class _Tally:
 def _square(size: int, in_file: bool) -> Tensor:
     if not in_file:
         return torch.zeros(size, size, dtype=torch.float64)
-    # The name goes at once, the file itself when nobody has the tensor any more.
+    # The file is unlinked at once and freed with the tensor.
     with tempfile.NamedTemporaryFile(prefix="temper-moment-") as file:
         return torch.from_file(file.name, shared=True, size=size**2, dtype=torch.float64).view(size, size)

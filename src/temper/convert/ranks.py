@@ -1,4 +1,4 @@
-"""Which ranks a collection of tensors should have, for an error or for a number of parameters."""
+"""Choice of ranks for a collection of tensors, given an error or a parameter budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from temper.decompose.path import slopes
 from temper.generators import Generator
 from temper.generators.base import Rank, count
 
-# Below this share of the norm an error is rounding.
+# A relative error below this is rounding.
 ROUNDING = 1e-12
 
 
@@ -30,11 +30,11 @@ def ranks_for(
     weighting: Sequence[float] | None = None,
     **effort: Any,
 ) -> list[Rank]:
-    """The rank of every tensor, so that all together are close enough or small enough.
+    """Ranks for which all tensors together meet an error or a parameter budget.
 
-    Ranks grow in one fixed order, cheapest gain first, by estimates from singular values. A number of parameters
-    is the end of the longest beginning of that order that fits. An error is the end of the shortest beginning
-    whose true error is small enough, as `factorize` with the same `effort` gives it. So more parameters
+    Ranks grow in one fixed order, cheapest gain first, by estimates from singular values. A parameter
+    budget selects the longest prefix of that order that fits. An error selects the shortest prefix whose true
+    error, as `factorize` with the same `effort` gives it, is small enough. So more parameters
     never mean a lower rank anywhere.
 
     Args:
@@ -92,7 +92,7 @@ class _Order:
         for i, (path, sizes) in enumerate(zip(self.paths, self.sizes, strict=True)):
             gains = slopes([(size, shares[i] * e) for size, (_, e) in zip(sizes, path, strict=True)])
             steps += [(-gain, i, k) for k, gain in enumerate(gains)]
-        # Slopes fall along a path, so the steps of a tensor stay in order.
+        # Slopes decrease along a path, so the steps of a tensor stay in order.
         self.steps = [i for _, i, _ in sorted(steps)]
         self.gainful = sum(gain < 0 for gain, _, _ in steps)
         self.true: dict[tuple[int, int], float] = {}
@@ -116,7 +116,7 @@ class _Order:
         return self._relative([path[place][1] for path, place in zip(self.paths, self.places(position), strict=True)])
 
     def error(self, position: int) -> float:
-        """The true error; every tensor is decomposed once at a rank."""
+        """The true error; each tensor is decomposed once per rank."""
         for key in enumerate(self.places(position)):
             if key not in self.true:
                 i, place = key
@@ -135,7 +135,7 @@ class _Order:
                 f"{params:,} parameters are too few for {len(self.weights)} {self.kind.name} generators: "
                 f"the smallest ranks take {smallest:,}"
             )
-        # The last position may be one past the end; no step is taken that promises nothing.
+        # The last position may be one past the end; steps without an estimated gain are not taken.
         return _first(lambda k: k > self.gainful or self.parameters(k) > params, 0, self.gainful + 1) - 1
 
     def shortest(self, error: float) -> int:
@@ -147,7 +147,7 @@ class _Order:
         def met(position: int) -> bool:
             return self.error(position) <= enough
 
-        # Estimates say where to look; from there in strides that double.
+        # Start at the position that the estimates suggest and search with doubling strides.
         at = _first(lambda k: self.estimate(k) <= enough, 0, end)
         stride = 1
         if met(at):
@@ -169,7 +169,7 @@ class _Order:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The first position in low..high where something holds that holds at high and from some place on."""
+    """Bisection: the first position in low..high where a monotone condition, true at high, holds."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

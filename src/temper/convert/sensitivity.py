@@ -1,4 +1,4 @@
-"""How much the loss of a model minds an error in the logits of each generator."""
+"""Sensitivity of the loss to errors in each generator's logits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from temper.convert.moments import routed_sites
 
-# By site and head: (O, O), the logits of the head in their order.
+# (O, O) matrices over the logits of a head, keyed by site and head.
 Sensitivities = dict[str, dict[str, Tensor]]
 
 
 def sensitivities(model: nn.Module, losses: Iterable[Tensor]) -> Sensitivities:
     """E[g g^T] of g = d loss / d bias for every head, over the losses of some texts.
 
-    The loss is nearly flat in some logits (a mixer that stays near the identity does not care) and steep in others: to
-    second order an error e of the logits costs e^T E[g g^T] e, up to a factor that all have in common.
+    The loss is nearly flat in some logits (those of a mixer that stays near the identity) and steep in others: to
+    second order an error e of the logits costs e^T E[g g^T] e, up to a common factor.
 
         temper.convert.sensitivities(model, (model.loss(row, targets) for row, targets in rows))
 
     Args:
-        losses: one scalar for every text, made when it is asked for.
+        losses: an iterable of one scalar per text, evaluated lazily.
     """
     sites = routed_sites(model)
     keys = [(name, head) for name, site in sites.items() for head in site.config.heads]

@@ -1,4 +1,4 @@
-"""The generators of a model, one by one, with what is known of each."""
+"""The generators of a model, each with its weights, statistics and sensitivity."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from temper.generators import Generator
 from temper.generators.per_stream import PerStream
 from temper.router import Head
 
-# Added to what the loss minds along a mode, as a share of its mean: some texts do not show all of it.
+# Ridge on the sensitivity, relative to its mean: calibration text under-samples it.
 RIDGE = 0.1
 
 
 class Target(NamedTuple):
-    """One generator that is to be replaced."""
+    """One generator to be replaced."""
 
     site_name: str
     site: HyperConnection
@@ -39,14 +39,14 @@ class Target(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What a squared error of this generator counts among others."""
+        """The weight of this generator's squared error among the others."""
         mean = 1.0 if self.sensitivity is None else self.sensitivity.diagonal().mean().item()
         return self.head.gate.item() ** 2 * mean
 
     def metrics(self) -> list[Tensor] | None:
-        """What the loss minds along every output mode, (O, O) each with a mean of 1 on the diagonal; None if unknown.
+        """Sensitivity of the loss along every output mode, (O, O) with mean diagonal 1; None if unknown.
 
-        Their Kronecker product stands for the whole: a matrix along each mode leaves a low rank as low as it is.
+        Their Kronecker product approximates the full matrix: one matrix per mode preserves low rank.
         """
         if self.sensitivity is None or not self.sensitivity.any():
             return None
@@ -61,7 +61,7 @@ class Target(NamedTuple):
 def targets_of(
     model: nn.Module, moments: Mapping[str, Moment] | None, sensitivities: Sensitivities | None
 ) -> list[Target]:
-    """Every generator, or a ValueError for what cannot be compressed."""
+    """Every generator of a model; raises ValueError for those that cannot be compressed."""
     targets = []
     for name, site in routed_sites(model).items():
         for what, given in (("moments", moments), ("sensitivities", sensitivities)):
@@ -82,7 +82,7 @@ def targets_of(
 
 
 def dense_of(generator: Generator) -> Tensor:
-    """W from stored tensors that are widened before they meet."""
+    """W from stored tensors, widened before they are multiplied."""
     dtype = torch.promote_types(next(iter(generator.state_dict().values())).dtype, torch.float32)
     in_map, out_map = generator.maps(dtype)
     return torch.tensordot(in_map.movedim(0, -1), out_map, dims=1)

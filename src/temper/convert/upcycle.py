@@ -1,4 +1,4 @@
-"""A model with one stream made one with N, and N streams made k N, with the outputs that it had.
+"""Upcycling: from one stream to N, and from N to k N, with unchanged outputs.
 
 The derivations are in docs/math.md, "Upcycling".
 """
@@ -18,7 +18,7 @@ from temper.wrap import reduce_by
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# How far the rows and columns of the first `res` may be from 1.
+# Tolerance for the row and column sums of the initial `res`.
 TOLERANCE = 1e-5
 
 
@@ -31,8 +31,8 @@ def upcycle(module: Module) -> Module:
     Every site reads the mean of the streams and adds the branch to it, more to one stream than to the others: the
     streams differ, and learn different things, from the first step on. Whatever the sites held is overwritten; the
     weights of the branches stay as they are. A wrapped model reduces by the mean from then on: give `temper.wrap` the
-    same `reduce="mean"` where you load its weights again. A model of your own that sums its streams gets N times what
-    it had, which a norm right behind the sum removes up to its eps.
+    same `reduce="mean"` where you load its weights again. A model that sums its streams itself gets N times the
+    original output, which a norm right behind the sum removes up to its eps.
 
     Args:
         module: a site, or any model with sites.
@@ -50,7 +50,7 @@ def upcycle(module: Module) -> Module:
             + ("plain residual sites only, which have nothing to start" if sites else "no HyperConnection")
             + ": temper.wrap it with num_streams of 2 or more and a preset other than 'residual'"
         )
-    # Whatever could be wrong with one is found before another is changed.
+    # Check every site before changing any.
     biases = [_checked(site) for site in routed]
     for site, (pre, post) in zip(routed, biases, strict=True):
         _start(site, pre, post)
@@ -59,7 +59,7 @@ def upcycle(module: Module) -> Module:
 
 
 def _checked(site: HyperConnection) -> tuple[Tensor, Tensor]:
-    """The biases of pre and post, if this site can start exactly."""
+    """The biases of pre and post at which this site starts exactly; raises ValueError if there are none."""
     config = site.config
     if site.pre.bias.is_meta:
         raise ValueError(
@@ -81,7 +81,7 @@ def _checked(site: HyperConnection) -> tuple[Tensor, Tensor]:
 def _start(site: HyperConnection, pre: Tensor, post: Tensor) -> None:
     site.reset_parameters()
     silent = [site.pre, site.post]
-    # Mixing that is doubly stochastic whatever its logits are keeps the mean by itself.
+    # Doubly stochastic mixing preserves the mean whatever its logits are.
     if site.mixer.doubly_stochastic != "exactly":
         silent.append(site.res)
     for head in silent:
@@ -91,16 +91,16 @@ def _start(site: HyperConnection, pre: Tensor, post: Tensor) -> None:
 
 
 def grow(site: HyperConnection, num_streams: int, *, spread: float = 2**-10) -> HyperConnection:
-    """A site with k times the streams that does to copies of the streams what this one does to them.
+    """A site with k times as many streams, equivalent to this one when the streams are copies.
 
-    Stream m is a copy of stream m mod N; ranks, gates and the branch stay. What is read is k times what was read, so
+    Stream m is a copy of stream m mod N; ranks, gates and the branch stay. The branch input is k times as large, so
     the branch has to begin with a norm, as those of pre-norm blocks do. After the last site the sum of the streams is
     k times what it was, and their mean the same.
 
     Args:
         num_streams: a multiple of the site's own number.
-        spread: how far the biases with which copies are written are moved apart. Copies that are equal in everything
-            get equal gradients and stay copies; the outputs change by the order of its square.
+        spread: how far the write biases of copies are moved apart. Identical copies would get equal gradients and
+            stay copies; the outputs change by the order of its square.
     """
     if not isinstance(site, HyperConnection):
         raise TypeError(f"grow wants a HyperConnection, got {type(site).__name__}")
@@ -128,7 +128,7 @@ def grow(site: HyperConnection, num_streams: int, *, spread: float = 2**-10) -> 
         state: dict[str, Tensor] = {}
         for name in config.heads:
             head = getattr(site, name)
-            # Copies speak together with the voice of one.
+            # k copies share one stream's weight, so divide by k.
             stretched = head.generator.with_modes_mapped([repeat / copies, None, *maps[name]])
             state |= {f"{name}.generator.{key}": value for key, value in stretched.items()}
             state |= {f"{name}.bias": biases[name], f"{name}.gate": head.gate * (growth.gate if name == "res" else 1.0)}
@@ -139,6 +139,6 @@ def grow(site: HyperConnection, num_streams: int, *, spread: float = 2**-10) -> 
         grown = HyperConnection(replace(config, num_streams=num_streams), layer_index=site.layer_index)
     grown = grown.to(site.pre.bias.dtype).to_empty(device=site.pre.bias.device)
     grown.load_state_dict(state)
-    # After the move, which the branch has no part in.
+    # After the move, which must not include the branch.
     grown.branch, grown.recompute, grown.observers = site.branch, site.recompute, site.observers
     return grown.train(site.training)

@@ -2,9 +2,9 @@
 
 A state is one factor (mode, Q) per mode, streams and features first. Letters as in steps.py, Q terms.
 
-The best rank-Q approximation need not exist: terms may grow without limit while they cancel. What a step minimises
-therefore has a small share of the terms' own squares in it: what rounding them to the stored dtype will cost,
-and RIDGE at least.
+The best rank-Q approximation need not exist: terms may grow without limit while they cancel. A step therefore
+minimises the error plus a small multiple of the terms' own squares: the cost of rounding them to the stored dtype, at
+least RIDGE.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def weighted_cp(weight: Tensor, rank: int, moment: Moment, effort: Effort, *, fi
 
 
 def dense(factors: Sequence[Tensor]) -> Tensor:
-    """The tensor that the factors stand for."""
+    """The tensor that the factors represent."""
     flat = columns(factors[:2]) @ columns(factors[2:]).T
     return flat.view(*(factor.shape[0] for factor in factors))
 
@@ -163,7 +163,7 @@ def _split(outs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _squeezed(weight: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The same tensor in bases of the directions it has, so that a long mode costs nothing."""
+    """The same tensor in bases of its own column spaces, so that a long mode costs little."""
     small, bases = weight, []
     for mode in range(weight.ndim):
         vectors, scales, _ = torch.linalg.svd(weight.movedim(mode, 0).flatten(1), full_matrices=False)

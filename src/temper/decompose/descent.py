@@ -1,4 +1,4 @@
-"""Going downhill from several starts: what all decompositions have in common."""
+"""Alternating minimisation from several starts, shared by all decompositions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ State = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Usual:
-    """What is enough where nobody says: sweeps at most, the gain at which to stop, sweeps that every start gets."""
+    """Defaults of an effort: maximal sweeps, the gain at which to stop, sweeps per start."""
 
     iters: int
     tol: float
@@ -21,20 +21,20 @@ class Usual:
 
 
 PLAIN = Usual(iters=500, tol=1e-7, trial=10)
-# A sweep costs many plain ones, and the first start is where those ended.
+# A weighted sweep costs many plain ones, and the first start is their result.
 WEIGHTED = Usual(iters=30, tol=1e-5, trial=3)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to try.
+    """The effort of a search.
 
     Args:
         restarts: random starts beside those that the tensor itself suggests.
         iters: sweeps over all factors, at most; None for 500 plain ones, or 30 under a moment, which cost more.
         tol: stop when a sweep lowers the error by less than this share of it; None for 1e-7, or 1e-5 under a moment.
-        seed: of the random starts.
-        rounding: how far a stored number may be from what was found, as a share of it.
+        seed: for the random starts.
+        rounding: the relative rounding error of a stored number.
     """
 
     restarts: int = 2
@@ -59,7 +59,7 @@ class Effort:
 
 @dataclass
 class Run:
-    """Where a descent has come to; errors are squared."""
+    """The state of a descent; errors are squared."""
 
     state: State
     error: float
@@ -81,9 +81,9 @@ def best(
     The result is never worse than any start, and the error never rises on the way.
 
     Args:
-        usual: for what `effort` does not say.
-        exact: a squared error that is rounding and nothing else; reaching it ends the search.
-        extrapolate: also try to go further the way the last sweep went (states must be a vector space).
+        usual: defaults for the fields that `effort` leaves open.
+        exact: a squared error that is pure rounding; reaching it ends the search.
+        extrapolate: also try a longer step in the direction of the last sweep (states must form a vector space).
     """
     sweeps = usual.iters if effort.iters is None else effort.iters
     tol = usual.tol if effort.tol is None else effort.tol
@@ -119,7 +119,7 @@ def _descend(
             break
         state = sweep(run.state)
         found = error(state)
-        # Also true of nan: what cannot be compared is not better.
+        # Also true for NaN, which is never better.
         if not found < run.error:
             return Run(run.state, run.error, done=True)
         if extrapolate:
@@ -128,6 +128,6 @@ def _descend(
             stride = min(1.5 * stride, 50.0) if further < found else max(stride / 3, 0.5)
             if further < found:
                 state, found = ahead, further
-        # Errors are squared, so a share of the error is twice that share here.
+        # Errors are squared, so a relative tolerance counts twice.
         run = Run(state, found, done=run.error - found <= 2 * tol * run.error)
     return run

@@ -29,7 +29,7 @@ class Moment:
         return (self.matrix @ x.flatten(0, 1).flatten(1)).view(x.shape)
 
     def square(self, x: Tensor) -> float:
-        """tr(x^T S x); rounding may not make it negative."""
+        """tr(x^T S x); clamped, because rounding can make it negative."""
         return max(0.0, torch.sum(x * self.apply(x)).item())
 
     def streams(self, factor_NA: Tensor) -> Tensor:
@@ -76,13 +76,13 @@ class Problem:
 
 def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(matrix)
-    # A direction that is hardly ever seen is not stretched without limit.
+    # Limits how far rarely seen directions are stretched.
     root = values.clamp(min=1e-8 * values[-1].item()).sqrt()
     return vectors * root @ vectors.T, vectors / root @ vectors.T
 
 
 def factor(matrix: Tensor) -> Tensor:
-    """The Cholesky factor of a symmetric semidefinite matrix, nudged until there is one."""
+    """The Cholesky factor of a symmetric semidefinite matrix, with a growing ridge until it exists."""
     nudge = NUDGE * max(matrix.diagonal().mean().item(), torch.finfo(matrix.dtype).tiny)
     for _ in range(12):
         nudged = matrix.clone()

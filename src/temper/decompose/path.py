@@ -1,4 +1,4 @@
-"""Ranks from the smallest to full, grown where a parameter buys most."""
+"""Paths of ranks from the smallest to full, each step reducing the error most per parameter."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def greedy(
     """From rank one to the limits: each time the modes grow by one that lower the error most per parameter.
 
     Args:
-        useful: whether ranks are worth considering; one mode may be held back by the others.
+        useful: whether ranks are worth considering; the other modes may limit one.
     """
     full = tuple(limits)
     rank = (1,) * len(full)
     path = [(rank, error(rank))]
-    # Some modes can only grow together, so every set of them is a candidate.
+    # Some modes can only grow together, so every subset is a candidate.
     moves = [move for move in itertools.product((0, 1), repeat=len(full)) if any(move)]
     while rank != full:
         grown = [tuple(r + up for r, up in zip(rank, move, strict=True)) for move in moves]
@@ -37,7 +37,7 @@ def greedy(
 
 
 def tails(matrix: Tensor) -> list[float]:
-    """What is left of the squared norm when the k largest singular values are gone, for k = 0, 1, .."""
+    """The squared norm without the k largest singular values, for k = 0, 1, .."""
     return tails_of(torch.linalg.svdvals(matrix))
 
 
@@ -63,7 +63,7 @@ def slopes(path: Sequence[tuple[int, float]]) -> list[float]:
     while at < len(path) - 1:
         rates = [(path[at][1] - e) / (p - path[at][0]) for p, e in path[at + 1 :]]
         steepest = max(rates)
-        # The furthest of equals, so that slopes really fall.
+        # Ties go to the farthest, so that slopes strictly decrease.
         ahead = max(k for k, rate in enumerate(rates) if rate == steepest) + 1
         found += [steepest] * ahead
         at += ahead

@@ -16,7 +16,7 @@ from torch import Tensor
 from temper.decompose.descent import State
 from temper.decompose.moment import Moment, Problem, factor, solve
 
-# Rounds over streams and outputs between two over the features, which are the dear ones.
+# Rounds over streams and outputs between two over the features, which are the expensive ones.
 INNER = 3
 # Up to this many unknowns a system is solved by elimination; above it, by conjugate gradients.
 DIRECT = 1200
@@ -24,7 +24,7 @@ GRADIENTS = 25
 
 
 class Outputs(NamedTuple):
-    """How a generator stores Q: its rows (R, O), and better outputs for X (K, O), whose first mode is free."""
+    """The generator's form of Q: its rows (R, O), and an update of the outputs for X (K, O) with a free first mode."""
 
     rows: Callable[[State], Tensor]
     improve: Callable[[Tensor, State], State]
@@ -55,7 +55,7 @@ def alternate(problem: Problem, stream_NA: Tensor, middle_ADR: Tensor, outs: Sta
 
 
 def without_features(problem: Problem, stream_NA: Tensor, middle_ADR: Tensor, out_RO: Tensor) -> tuple[Tensor, Tensor]:
-    """For a given A the best B for every Q, and what is left to choose Q by: a plain problem.
+    """For a given A the best B for every Q, and the plain problem that remains for Q.
 
     Gives the target T (A * D, O) and X (K, O): the error is ||X - X Q^T Q||^2 and a constant, and B = T Q^T.
     """
@@ -63,7 +63,7 @@ def without_features(problem: Problem, stream_NA: Tensor, middle_ADR: Tensor, ou
     num_streams, dim = moment.modes
     rank = stream_NA.shape[1]
     if rank == num_streams:
-        # A holds everything, so T is W whatever S is.
+        # A is square, so T is W whatever S is.
         target = torch.linalg.solve(stream_NA, weight_NDO.flatten(1)).reshape(num_streams * dim, -1)
         values, vectors = torch.linalg.eigh(weight_NDO.flatten(0, 1).T @ problem.seen.flatten(0, 1))
         return target, values.clamp(min=0).sqrt()[:, None] * vectors.T
@@ -104,7 +104,7 @@ def feature_step(problem: Problem, out_RO: Tensor, stream_NA: Tensor, mixed_ABR:
     moment = problem.moment
     residual_NDR = problem.weight @ out_RO.T - torch.einsum("na,abr,db->ndr", stream_NA, mixed_ABR, factor_DB)
     if stream_NA.shape[1] > moment.modes[0]:
-        # More columns than streams say nothing that the streams themselves do not.
+        # More columns than streams add nothing.
         mixed_ABR = torch.einsum("na,abr->nbr", stream_NA, mixed_ABR)
         stream_NA = torch.eye(moment.modes[0], dtype=stream_NA.dtype)
     inner_ADAD = moment.streams(stream_NA)
@@ -122,7 +122,7 @@ def feature_step(problem: Problem, out_RO: Tensor, stream_NA: Tensor, mixed_ABR:
         moved = inner @ middle_of(mixed_ABR, step_DB).flatten(0, 1)
         return torch.einsum("abr,adr->db", mixed_ABR, moved.view(rank, dim, -1))
 
-    # What the system would be if S separated: Y x Z from partial traces.
+    # The system for a separable S: Y x Z from partial traces.
     by_feature = factor(inner_ADAD.diagonal(dim1=0, dim2=2).sum(-1))
     by_stream = inner_ADAD.diagonal(dim1=1, dim2=3).sum(-1) / inner.diagonal().sum()
     by_column = factor(torch.einsum("abr,ae,ecr->bc", mixed_ABR, by_stream, mixed_ABR))
@@ -146,7 +146,7 @@ def _conjugate_gradients(
             break
         moved = system(along)
         curvature = torch.sum(along * moved)
-        # Directions that S does not see have none, and nothing to gain.
+        # Directions that S does not see have no curvature and nothing to gain.
         if not curvature > 0:
             break
         length = size / curvature

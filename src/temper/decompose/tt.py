@@ -62,7 +62,7 @@ def weighted_tt(weight: Tensor, bonds: Sequence[int], moment: Moment, effort: Ef
 
 
 def dense(cores: State) -> Tensor:
-    """The tensor that a chain stands for."""
+    """The tensor that a chain represents."""
     product = cores[0]
     for core in cores[1:]:
         product = torch.tensordot(product, core, dims=1)

@@ -45,7 +45,7 @@ def tucker(weight: Tensor, ranks: Sequence[int], effort: Effort) -> State:
         )
 
     factors = [leading(weight, mode, r) for mode, r in enumerate(ranks)]
-    # Random bases are ahead at times after a few sweeps and behind in the end, so HOSVD goes to its end first.
+    # Random bases sometimes lead after a few sweeps but lose in the end, so HOSVD runs to convergence first.
     starts = [descend([(_project(weight, factors), *factors)])]
     random = effort.random()
     for _ in range(effort.restarts):
@@ -94,7 +94,7 @@ def weighted_tucker(weight: Tensor, ranks: Sequence[int], moment: Moment, effort
 
 
 def dense(state: State) -> Tensor:
-    """The tensor that core and factors stand for."""
+    """The tensor that core and factors represent."""
     core, *factors = state
     for factor in factors:
         core = torch.tensordot(core, factor, dims=([0], [1]))

@@ -1,4 +1,4 @@
-"""What every generator is: a stored tensor W, seen as a bottleneck of two maps.
+"""The base class of generators: a stored tensor W, applied as a bottleneck of two maps.
 
 Letters: N streams, D features, R bottleneck, O output modes (one or more).
 """
@@ -28,7 +28,7 @@ class Generator(Registered, nn.Module, family="generator"):
 
         Z[o] = sum_{n,d} Hhat[n, d] W[n, d, o] = sum_r (sum_{n,d} Hhat[n, d] in_map[r, n, d]) out_map[r, o]
 
-    A generator knows its modes and nothing of the mixer behind them. A new one is a subclass in a
+    A generator knows its modes and nothing about the mixer. A new one is a subclass in a
     file of its own: it says which tensors it stores (`shapes`), how they start
     (`reset_parameters`), what its two maps are (`maps`) and how to come closest to a dense W
     (`assign_dense`). See docs/adding-a-generator.md.
@@ -48,7 +48,7 @@ class Generator(Registered, nn.Module, family="generator"):
 
     @classmethod
     def check_modes(cls, in_modes: Sequence[int], out_modes: Sequence[int]) -> tuple[Modes, Modes]:
-        """The modes as tuples, or a ValueError that says which one cannot be."""
+        """Checks the modes and returns them as tuples; raises ValueError that names an invalid one."""
         in_modes, out_modes = tuple(in_modes), tuple(out_modes)
         if len(in_modes) != 2:
             raise ValueError(f"in_modes is {in_modes}; expected (num_streams, dim)")
@@ -92,12 +92,12 @@ class Generator(Registered, nn.Module, family="generator"):
         """The bottleneck, differentiable in the parameters: in_map (R, N, D) and out_map (R, *out_modes).
 
         Args:
-            dtype: what the stored tensors are widened to before they meet each other; their own if None.
+            dtype: the dtype to which stored tensors are cast before they are multiplied; their own if None.
         """
         raise NotImplementedError
 
     def native(self) -> GeneratorSpec | None:
-        """This generator as the native kernels know it, or None; it then says what is `stored`."""
+        """The spec of this generator for native kernels, or None. A generator with a spec implements `stored`."""
         return None
 
     def stored(self) -> tuple[Tensor, ...]:
@@ -105,7 +105,7 @@ class Generator(Registered, nn.Module, family="generator"):
         raise NotImplementedError
 
     def compression(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Matrices whose Kronecker product takes Hhat, row after row, to what the generator keeps of it."""
+        """Matrices whose Kronecker product takes Hhat, row after row, to the part of it that the generator sees."""
         return (self.maps(dtype)[0].flatten(1),)
 
     def assign_dense(self, weight: Tensor) -> None:
@@ -113,7 +113,7 @@ class Generator(Registered, nn.Module, family="generator"):
         raise NotImplementedError
 
     def zero_output(self) -> None:
-        """Sets W to zero so that it can still learn: its last tensor is zero, the others stay as they are."""
+        """Sets W to zero by zeroing its last tensor alone, so that gradients still flow."""
         with torch.no_grad():
             *_, last = self.parameters()
             last.zero_()
@@ -133,9 +133,9 @@ class Generator(Registered, nn.Module, family="generator"):
     def assign_best(self, weight: Tensor, moment: Tensor | None, effort: Effort) -> None:
         """Improves on the stored tensors, which hold what `assign_dense` gave for this W, as far as it can.
 
-        `temper.convert.factorize` calls it, in float64 on the CPU, and goes back to `assign_dense` if the error rose. A
-        generator without a solver of its own leaves everything as it is. Import the solver inside: nobody who
-        only trains should wait for it.
+        `temper.convert.factorize` calls it, in float64 on the CPU, and reverts to `assign_dense` if the error rose. A
+        generator without a solver of its own leaves everything as it is. Import the solver inside the
+        method, so that training alone does not pay for it.
 
         Args:
             moment: S (N * D, N * D); the error is tr((W - What)^T S (W - What)), or the sum of squares if None.
@@ -169,7 +169,7 @@ class Generator(Registered, nn.Module, family="generator"):
     def from_dense(cls, weight: Tensor, rank: Rank = None, **options: Any) -> Self:
         """A generator close to a dense W of shape (N, D, *out_modes): exact at full rank.
 
-        Fast and plain. `temper.convert.factorize` looks for the closest one.
+        Fast, but not the closest one: `temper.convert.factorize` searches for that.
         """
         if not isinstance(weight, Tensor) or weight.ndim < 3:
             raise ValueError(
@@ -183,7 +183,7 @@ class Generator(Registered, nn.Module, family="generator"):
         elif rank is not None:
             raise ValueError(f"the {cls.name} generator has no rank, got rank={rank!r}")
         modes = tuple(weight.shape)
-        # Nothing random is drawn for values that are overwritten at once.
+        # Skip random initialization: the values are overwritten at once.
         with torch.device("meta"):
             generator = cls(modes[:2], modes[2:], **options)
         generator = generator.to(weight.dtype).to_empty(device=weight.device)
@@ -206,7 +206,7 @@ def check_rank(generator: str, what: str, rank: object, limit: int) -> int:
 
 
 def fraction_of(generator: str, fraction: float, modes: Modes) -> int:
-    """How many parameters a fraction of the dense tensor is."""
+    """The number of parameters in a fraction of the dense tensor."""
     if not 0 < fraction <= 1:
         raise ValueError(f"{generator} rank {fraction!r} is a fraction of the dense parameters; expected 0 < rank <= 1")
     return int(fraction * math.prod(modes))
@@ -238,8 +238,8 @@ def mode_product(tensor: Tensor, matrix: Tensor | None, mode: int) -> Tensor:
 def fill_columns(columns: Tensor, total: int) -> Tensor:
     """A matrix with random columns added up to `total`.
 
-    Where a rank is larger than a tensor needs, what fills it up meets zeros on the other side: nothing
-    is added to W, yet those zeros have a gradient and can learn, which zeros on both sides could not.
+    Where a rank is larger than a tensor needs, the padding is random on one side and zero on the other: W does
+    not change, yet the zeros have a gradient and can learn, which zeros on both sides could not.
     """
     filling = columns.new_empty(columns.shape[0], total - columns.shape[1]).normal_(0, total**-0.5)
     return torch.cat([columns, filling], dim=1)

@@ -87,7 +87,7 @@ class CP(Generator, name="cp"):
         return {f"factors.{k}": mode_product(factor.detach(), matrix, 0) for k, (factor, matrix) in pairs}
 
     def assign_dense(self, weight: Tensor) -> None:
-        """Orthogonal rank-one terms by nested SVDs, largest kept; exact from rank prod(modes) / max(modes) on."""
+        """The largest orthogonal rank-one terms of nested SVDs; exact from rank prod(modes) / max(modes) on."""
         permuted, order = _short_first(weight)
         terms = sorted(_rank_one_terms(permuted), key=lambda term: -term[0])[: self.rank]
         for mode, factor in enumerate(self.factors):
@@ -95,7 +95,7 @@ class CP(Generator, name="cp"):
             columns = [vectors[order.index(mode)] * scale ** (1 / weight.ndim) for scale, vectors in terms]
             stacked = torch.stack(columns, -1) if columns else factor.new_zeros(factor.shape[0], 0)
             factor.copy_(fill_columns(stacked, self.rank))
-        # Zero in one mode is enough for a filling term to add nothing.
+        # One zero mode is enough for a padding term to contribute nothing.
         self.factors[-1][:, len(terms) :] = 0
 
     def assign_best(self, weight: Tensor, moment: Tensor | None, effort: Effort) -> None:
@@ -114,7 +114,7 @@ class CP(Generator, name="cp"):
 
     @classmethod
     def rank_path(cls, weight: Tensor) -> Sequence[tuple[Rank, float]]:
-        """Between what nested SVDs leave out, which is too much, and the longest unfolding, which is too little."""
+        """An estimate between the error of nested SVDs, an upper bound, and of the longest unfolding, a lower bound."""
         from temper.decompose import path
 
         found = sorted((scale for scale, _ in _rank_one_terms(_short_first(weight)[0])), reverse=True)
@@ -124,7 +124,7 @@ class CP(Generator, name="cp"):
         terms = int((scales > 1e-12 * scales[0]).sum())
         above = path.tails_of(scales)
         below = [path.tails(weight.movedim(mode, 0).flatten(1)) for mode in range(weight.ndim)]
-        # As long as nested SVDs leave something, more terms may be of use.
+        # More terms may help as long as nested SVDs leave an error.
         lower = [max(tail[min(r, len(tail) - 1)] for tail in below) for r in range(1, terms + 1)]
         errors = [math.sqrt(upper * max(low, 1e-4 * upper)) for low, upper in zip(lower, above[1:], strict=False)]
         return list(zip(range(1, terms + 1), errors, strict=True))

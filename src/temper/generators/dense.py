@@ -1,4 +1,4 @@
-"""W itself: what HC's descendants mHC, mHC-lite and KromHC store."""
+"""The dense W, which mHC, mHC-lite and KromHC store."""
 
 from __future__ import annotations
 

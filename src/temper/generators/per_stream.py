@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class PerStream(Dense, name="per-stream"):
-    """W[n, d, o.., n'] = w[d, o..] where n = n', else 0: stream n alone decides what is read from it.
+    """W[n, d, o.., n'] = w[d, o..] where n = n', else 0: the logits of stream n depend on stream n alone.
 
-    The last output mode is the stream that the logit speaks of, so it must have N entries:
+    The last output mode is the stream that the logit belongs to, so it must have N entries:
     D -> 1 per stream for pre and post, D -> N per stream for res. Starts at zero.
 
     Reference: Zhu et al., Hyper-Connections, 2025.
@@ -47,7 +47,7 @@ class PerStream(Dense, name="per-stream"):
         return in_map_RND, eye_RR.unflatten(-1, self.out_modes)
 
     def with_modes_mapped(self, maps: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        # A stream decides for itself, so that its mode and the last output are not stored.
+        # Stream n determines its own logits only, so neither the stream mode nor the last output mode is stored.
         weight = self.weight.detach()
         for mode, matrix in enumerate(maps[1:-1]):
             weight = mode_product(weight, matrix, mode)

@@ -113,7 +113,7 @@ class TT(Generator, name="tt"):
             unfolding = carry.reshape(left_rank * mode, -1)
             left = torch.linalg.svd(unfolding, full_matrices=False).U[:, :r]
             core.copy_(fill_columns(left, r).view(core.shape))
-            # What the filling would carry on is nothing.
+            # Padding columns contribute zero to the next core.
             carry = F.pad(left.T @ unfolding, (0, 0, 0, r - left.shape[1]))
             left_rank = r
         self.cores[-1].copy_(carry.view(self.cores[-1].shape))
@@ -130,7 +130,7 @@ class TT(Generator, name="tt"):
             cores = weighted_tt(weight, self.rank, measure, effort)
         for stored, core in zip(self.cores, cores, strict=True):
             rows, mode, columns = core.shape
-            # New columns are random, and the rows of the next core that meet them are nothing.
+            # New columns are random, and the matching rows of the next core are zero.
             filled = fill_columns(core.reshape(-1, columns), stored.shape[2]).view(rows, mode, -1)
             stored.copy_(F.pad(filled, (0, 0, 0, 0, 0, stored.shape[0] - rows)))
 

@@ -136,7 +136,7 @@ class Tucker(Generator, name="tucker"):
         return self.core, *self.factors
 
     def compression(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """L(Hhat) = U^T Hhat C: the core mixes what is left, and sees no more."""
+        """L(Hhat) = U^T Hhat C: the core acts on this alone."""
         stream_NA, feature_DB = (factor.to(dtype=dtype) for factor in self.factors[:2])
         return stream_NA.T, feature_DB.T
 
@@ -154,7 +154,7 @@ class Tucker(Generator, name="tucker"):
             left = torch.linalg.svd(weight.movedim(mode, 0).flatten(1), full_matrices=False).U[:, :r]
             factor.copy_(fill_columns(left, r))
             core = torch.tensordot(core, left, dims=([mode], [0]))
-            # What meets the filling is nothing.
+            # Core entries of the padding are zero.
             core = F.pad(core, (0, r - left.shape[1])).movedim(-1, mode)
         self.core.copy_(core)
 
@@ -169,14 +169,14 @@ class Tucker(Generator, name="tucker"):
             measure = Moment(moment.view(*self.in_modes, *self.in_modes))
             core, *factors = weighted_tucker(weight, self.rank, measure, effort)
         padding = [(0, r - used) for r, used in zip(self.rank, core.shape, strict=True)]
-        # What meets the filling is nothing; pad counts modes from the last.
+        # Core entries of the padding are zero; pad counts modes from the last.
         self.core.copy_(F.pad(core, [n for pair in reversed(padding) for n in pair]))
         for stored, factor in zip(self.factors, factors, strict=True):
             stored.copy_(fill_columns(factor, stored.shape[1]))
 
     @classmethod
     def rank_path(cls, weight: Tensor) -> Sequence[tuple[Rank, float]]:
-        """By the energy of the HOSVD core inside the ranks; none that the others leave nothing for."""
+        """Estimates from the energy of the HOSVD core inside the ranks; skips ranks that the other modes cannot use."""
         from temper.decompose import path
         from temper.decompose.tucker import leading, useful_ranks
 

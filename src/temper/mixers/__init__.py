@@ -1,4 +1,4 @@
-"""Mixers: what logits become. One file each; a new file in this folder registers itself."""
+"""Mixers: from logits to the mixing matrix. One file each; a new file in this folder registers itself."""
 
 from temper.mixers.base import Mixer
 from temper.registry import import_siblings

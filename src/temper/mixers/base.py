@@ -1,4 +1,4 @@
-"""What every mixer is: logits in, an N x N mixing matrix out."""
+"""The base class of mixers: logits in, an N x N mixing matrix out."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
     @classmethod
     def refusal(cls, num_streams: int) -> str | None:
-        """Why this mixer will not be built for so many streams, or None if it will."""
+        """The reason why this mixer cannot be built for this number of streams, or None if it can."""
         return None
 
     @classmethod
@@ -66,7 +66,7 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
     @classmethod
     def saved(cls, num_streams: int, **options: Any) -> int:
-        """Numbers per token that autograd keeps between logits and res."""
+        """Numbers per token that autograd saves between logits and res."""
         return 0
 
     def initial_bias(self) -> Tensor:
@@ -74,18 +74,18 @@ class Mixer(Registered, nn.Module, family="mixer"):
         raise NotImplementedError
 
     def grow(self, bias: Tensor, copies: int) -> Growth:
-        """Logits for `copies` times as many streams whose res does to copies of the streams what this one did to them.
+        """Logits for `copies` times as many streams, whose res is equivalent to this one on copies of the streams.
 
-        Copies of one stream should keep to themselves: res (x) V with V near the identity.
+        Copies of one stream should hardly mix with each other: res (x) V with V near the identity.
         """
         raise ValueError(f"the {self.name} mixer does not grow: no logits of it do to copied streams what these did")
 
     def mix(self, logits: Tensor) -> Tensor:
-        """res (..., N, N), plainly: the definition that everything faster is compared to."""
+        """res (..., N, N) by definition: the reference for every faster path."""
         raise NotImplementedError
 
     def forward_fast(self, logits: Tensor) -> Tensor:
-        """The same without autograd, and so perhaps faster."""
+        """The same without autograd, possibly faster."""
         return self.mix(logits)
 
     def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
@@ -104,15 +104,15 @@ class Mixer(Registered, nn.Module, family="mixer"):
         )
 
     def slack(self, logits: Tensor, res: Tensor, other_logits: Tensor, other_res: Tensor) -> Tensor:
-        """What `lipschitz` leaves out, from two logits and what they became: (...). Zero where it holds as it is."""
+        """The slack of `lipschitz` for two logits and their matrices: (...). Zero where the bound holds without it."""
         return res.new_zeros(res.shape[:-2])
 
     def native(self) -> MixerSpec | None:
-        """This mixer as the native kernels know it, or None."""
+        """The spec of this mixer for native kernels, or None."""
         return None
 
     def site_spec(self) -> SiteSpec:
-        """What a backend must know to run this mixer by itself."""
+        """The spec with which a backend runs this mixer alone."""
         return SiteSpec.of_mixer(self.num_streams, math.prod(self.logit_shape), self.native())
 
     def forward(self, logits: Tensor) -> Tensor:
@@ -121,5 +121,5 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
 
 def copy_map(num_streams: int, copies: int) -> Tensor:
-    """Which of the streams each of their copies is: (copies * N, N), a one in every row."""
+    """The selection matrix from streams to copies: (copies * N, N), a one in every row."""
     return torch.eye(num_streams, dtype=torch.float64).repeat(copies, 1)

@@ -87,8 +87,8 @@ class PermutationMixture(nn.Module):
                 self.permutations.zero_().scatter_(-1, index.unsqueeze(-1), 1)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # A constant that no checkpoint holds: whatever moved it (to_empty from the meta device
-        # leaves garbage), it is written anew.
+        # A constant that no checkpoint holds: rewritten after every move, because to_empty from the meta device
+        # leaves garbage.
         super()._apply(fn, recurse)
         self._fill()
         return self

@@ -10,7 +10,7 @@ from temper.ops.plan import MixerSpec
 
 
 class Identity(Mixer, name="identity"):
-    """res = I, from no logits at all: H'[m] = H[m] + post[m] y. What reading and writing give alone.
+    """res = I, from no logits at all: H'[m] = H[m] + post[m] y. Isolates the effect of reading and writing.
 
     A head without logits has no generator, gate or bias, so `res` adds no parameters.
     """

@@ -12,7 +12,7 @@ from temper.mixers.base import Growth, Mixer
 from temper.mixers.birkhoff import PermutationMixture, identity_bias, mixture_flops
 from temper.ops.plan import MixerSpec
 
-# 7! = 5,040 logits are still a matrix one can hold; 11! = 39,916,800 are not.
+# 7! = 5,040 logits are still a feasible matrix; 11! = 39,916,800 are not.
 MAX_FACTOR = 7
 
 

@@ -10,7 +10,7 @@ from temper.ops.plan import MixerSpec
 
 
 class Unconstrained(Mixer, name="unconstrained"):
-    """res = logits; starts at the identity and promises nothing."""
+    """res = logits; starts at the identity, without any constraint."""
 
     @classmethod
     def logit_shape_for(cls, num_streams: int) -> tuple[int, ...]:
@@ -20,7 +20,7 @@ class Unconstrained(Mixer, name="unconstrained"):
         return torch.eye(self.num_streams)
 
     def grow(self, bias: Tensor, copies: int) -> Growth:
-        # What came from a stream comes from its copies together.
+        # Copies share the weight of the stream they copy.
         repeat = copy_map(self.num_streams, copies)
         return Growth((repeat, repeat), torch.kron(torch.eye(copies).to(bias), bias), gate=1 / copies)
 
@@ -28,7 +28,7 @@ class Unconstrained(Mixer, name="unconstrained"):
         return logits
 
     def forward_fast(self, logits: Tensor) -> Tensor:
-        # An operation may not return what it was given.
+        # An operator may not return its input.
         return logits.clone()
 
     def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Kernels made differentiable: a site's operations as autograd sees them.
+"""Autograd functions around the kernels of a backend.
 
-`finish` does not give the streams their gradient: it hands on what it got, and the backward of `begin` multiplies by
-res^T while it writes all parts at once. The gradient travels along `link`, a tensor in the shape of the streams that
-has no memory of its own. Where two sites follow each other, `finish` of the first and `begin` of the second are one
-function with one backward.
+The backward of `finish` does not compute the streams' gradient: it passes its own on, and the backward of `begin`
+multiplies by res^T while it writes all parts at once. The gradient travels along `link`, a tensor in the shape of the
+streams that owns no memory. Where two sites follow each other, `finish` of the first and `begin` of the second are
+one function with one backward.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class KernelBackend:
 
 
 def needs_graph(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd has to know of an operation on these tensors."""
-    # Forward-mode AD asks for what these functions do not have, and they must be there to say so.
+    """Whether autograd must record an operation on these tensors."""
+    # These functions do not support forward-mode AD and must run to raise the error.
     if forward_ad._current_level >= 0:
         return True
     if torch.is_grad_enabled():
@@ -117,7 +117,7 @@ def needs_graph(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _unpack(weights: FoldedWeights | RawWeights) -> tuple[bool, tuple[Tensor, ...]]:
-    """Whether weights are folded, and their tensors."""
+    """A flag for folded weights, and their tensors."""
     if isinstance(weights, FoldedWeights):
         return True, (weights.in_map, weights.out, weights.bias)
     return False, weights.tensors
@@ -133,7 +133,7 @@ def _fold(
 
 
 def _save(ctx: Any, **tensors: Sequence[Tensor]) -> None:
-    """Saves groups of tensors for the backward, which `_saved` returns by their names."""
+    """Saves groups of tensors for the backward; `_saved` returns them by name."""
     ctx.groups = [(name, len(group)) for name, group in tensors.items()]
     ctx.save_for_backward(*[tensor for group in tensors.values() for tensor in group])
 
@@ -156,14 +156,14 @@ def _flat(gradient: Tensor | None, shape: Sequence[int]) -> Tensor | None:
 
 
 def _gradients(ctx: Any, d_folded: FoldedWeights, weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """Of the weights as they were given, folded or not."""
+    """The gradients of the weights in the form they were given, folded or raw."""
     if ctx.is_folded:
         return d_folded.in_map, d_folded.out, d_folded.bias
     gradients: Sequence[Tensor] = ctx.kernels.folding.fold_backward(d_folded, weights, ctx.spec, dtype)
     return gradients
 
 
-# The result of a kernel in another shape. Not a view for autograd, so whoever gets it may change it in place.
+# Reshapes a kernel's result without an autograd view, so that callers may change it in place.
 _shaped = torch.ops.aten._unsafe_view
 
 
@@ -181,7 +181,7 @@ class _Begin(torch.autograd.Function):
         folded = _fold(is_folded, weights, kernels, spec, streams.dtype)
         x, routed = kernels.begin(tokens_of(streams), folded, spec, mixer)
         link = streams.new_empty(()).expand(streams.shape)
-        # Only inputs and outputs can be saved, so what was folded here is an output.
+        # Only inputs and outputs can be saved, so weights folded here are returned as outputs.
         made = () if is_folded else folded[:3]
         x = _shaped(x, (*streams.shape[:-2], spec.dim))
         return x, routed.weights, link, routed.z, routed.norms, *made
@@ -314,7 +314,7 @@ class _FinishBegin(torch.autograd.Function):
             if d_next is None:
                 total, d_folded, d_y, d_weights = kernels.finish_begin_backward(*later, *earlier, spec, mixer)
             else:
-                # Somebody else used the streams between the two sites.
+                # The streams between the two sites have another consumer.
                 total, d_folded = kernels.begin_backward(*later, spec, mixer)
                 total = total + _flat(d_next, shape)
                 d_y, d_weights = kernels.finish_backward(total, *earlier, spec)
@@ -352,7 +352,7 @@ class _Bound(NamedTuple):
 
 
 class _PositionalSignature(inspect.Signature):
-    """A signature whose `bind` assumes that every argument is given, by position.
+    """A signature whose `bind` assumes every argument is positional.
 
     torch asks for the signature in every call; working it out and binding to it takes longer than a small kernel.
     """

@@ -1,7 +1,7 @@
-"""What a backend is, which ones there are, and which one runs a site: by device and dtype, or as the user says.
+"""The backend interface, the list of backends, and the choice of one by device and dtype or by the user.
 
-`Kernels` is what somebody who writes a fast backend implements: the operations on streams with backwards written by
-hand. `KernelBackend` (autograd.py) makes a `Backend` of it, which is what sites call; `naive` is one by itself.
+A fast backend implements `Kernels`: the operations on streams with backwards written by
+hand. `KernelBackend` (autograd.py) turns it into a `Backend`, which sites call; `naive` implements `Backend` itself.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ VARIABLE = "TEMPER_BACKEND"
 
 
 class Described(Protocol):
-    """What every backend says about itself.
+    """The description that every backend gives of itself.
 
     Args:
         name: what users call it.
-        scope: what it is chosen for, in a few words.
+        scope: the sites it is chosen for, in a few words.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Described(Protocol):
     def refusal(self, spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str | None:
         """Why this backend cannot run a site on streams of this device, dtype and type; None if it can.
 
-        Called for every forward pass, and traced by torch.compile: cheap, and without a look at values.
+        Called for every forward pass, and traced by torch.compile: it must be cheap and not depend on values.
 
         Args:
-            asked: whether the user named this backend, instead of leaving the choice to us.
+            asked: whether the user named this backend instead of leaving the choice to the library.
         """
 
     def unavailable(self) -> str | None:
@@ -72,15 +72,15 @@ class Folding(Protocol):
 class Kernels(Described, Protocol):
     """The operations on streams, forward and backward, for autograd.py to make differentiable.
 
-    Streams are contiguous (T, N, D); gradients may have any strides, zero included. T may be zero. What is None has no
-    gradient. Operations never write to what they are given, except `in_place`. Weights, z, norms, folded weights and
+    Streams are contiguous (T, N, D); gradients may have any strides, zero included. T may be zero. None means no
+    gradient. Operations never write to their inputs, except with `in_place`. Weights, z, norms, folded weights and
     their gradients are float32, or float64 for float64 streams; everything else has the dtype of the streams, but y
     and its gradient may have any floating-point dtype of their own.
     """
 
     @property
     def folding(self) -> Folding | None:
-        """How to fold weights by kernels, if this backend does."""
+        """The fold kernels of this backend, if it has any."""
 
     def begin(self, streams_TND: Tensor, folded: FoldedWeights, spec: SiteSpec, mixer: Mixer) -> tuple[Tensor, Routed]:
         """x (T, D), and the routing with what is saved for the backward."""
@@ -99,7 +99,7 @@ class Kernels(Described, Protocol):
         """The gradients of the streams and of the folded weights.
 
         Args:
-            grad_TND: of the next streams, as `finish_backward` got it: it is multiplied by res^T here.
+            grad_TND: the gradient of the next streams, as `finish_backward` received it; multiplied by res^T here.
         """
 
     def finish(
@@ -108,7 +108,7 @@ class Kernels(Described, Protocol):
         """The next streams.
 
         Args:
-            in_place: the streams may be overwritten, and then be what is returned.
+            in_place: the streams may be overwritten and returned.
         """
 
     def finish_backward(
@@ -169,7 +169,7 @@ class Backend(Described, Protocol):
 
     @property
     def folding(self) -> Folding | None:
-        """How weights are folded, if not by torch; a site then passes `RawWeights`."""
+        """The fold kernels, if torch does not fold the weights; a site then passes `RawWeights`."""
 
     def open_site(
         self, streams: Tensor, weights: FoldedWeights | RawWeights, spec: SiteSpec, mixer: Mixer, group: int
@@ -213,7 +213,7 @@ _asked: str | None = None
 
 
 def choose(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> Backend:
-    """The first backend that serves these streams, from the one that was asked for on."""
+    """The first backend that serves these streams, starting with the requested one."""
     asked = _asked or os.environ.get(VARIABLE) or "auto"
     if asked != "auto" and asked not in BACKENDS:
         raise unknown(f"backend in {VARIABLE}", asked, ["auto", *BACKENDS])
@@ -226,7 +226,7 @@ def choose(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> Backend:
 
 
 def explain(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> str:
-    """Which backend runs this, and why those before it do not."""
+    """The name of the backend that runs these streams, and why those before it do not."""
     backend = choose(streams, spec, mixer)
     asked = _asked or os.environ.get(VARIABLE) or "auto"
     reasons = []
@@ -265,12 +265,12 @@ def use_backend(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What a backend does here.
+    """A backend's availability and scope on this machine.
 
     Args:
         available: whether it can run on this machine.
-        serves: what it is chosen for.
-        lacks: what it leaves to the next backend, or why it cannot run.
+        serves: the sites it is chosen for.
+        lacks: the sites it leaves to the next backend, or why it cannot run.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 The streams are read once for all three generators, with the norm pulled out of the contraction. Their gradient is
 written once: `finish_backward` leaves the part that came through mixing to `begin_backward`, which adds every other
-part to it. Nothing large is saved but the streams and y; what is small is recomputed.
+part to it. Only the streams and y are saved in full; small tensors are recomputed.
 
 Letters: T tokens, N streams, D features, R bottleneck rows, K = N^2 + 2N routing weights of a token.
 """
@@ -36,12 +36,12 @@ def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str |
 
 
 def unavailable() -> str | None:
-    """Nothing is missing anywhere."""
+    """Always None: this backend runs on every machine."""
     return None
 
 
 def limits() -> list[str]:
-    """What it leaves to the next backend."""
+    """The sites it leaves to the next backend."""
     from temper.mixers import Mixer
 
     slow = [key for key, mixer in sorted(Mixer.members.items()) if mixer.vjp is Mixer.vjp]
@@ -100,7 +100,7 @@ def begin_backward(
     """The gradients of the streams and of the folded weights.
 
     Args:
-        grad_TND: of the next streams, passed on by `finish_backward` as it came.
+        grad_TND: the gradient of the next streams, passed on unchanged by `finish_backward`.
     """
     wide = widen(streams_TND)
     weights_TK, z_TR, norms_T2 = routed
@@ -131,7 +131,7 @@ def begin_backward(
     d_bottleneck = torch.cat(d_rows, dim=-1)
     own = (d_bottleneck * z_TR).sum(-1, keepdim=True) * slope
     d_z = d_bottleneck * rstd
-    # All parts into one buffer, the cheapest to write first.
+    # Accumulate all parts in one buffer, the cheapest to write first.
     in_map = folded.in_map.flatten(1)
     if d_x_TD is not None:
         d_streams = pre.unsqueeze(-1) * d_x_TD.unsqueeze(1)

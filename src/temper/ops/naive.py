@@ -1,4 +1,4 @@
-"""A site in plain torch: the definition that every faster backend is compared to, and the only one for every form.
+"""A site in plain torch: the reference for every faster backend, and the only backend that serves every site.
 
 Letters: N streams, M destination streams, D features, R bottleneck rows, K = N^2 + 2N routing weights of a token.
 The functions compute in the dtype of the streams: widen them first. Autograd does the rest.
@@ -52,7 +52,7 @@ def project(streams: Tensor, in_map: Tensor, rstd: Tensor) -> Tensor:
     """
     weight = in_map.flatten(1).T
     if rstd.shape[-2] == 1:
-        # One scale per token leaves the sum: the streams are read once and never copied.
+        # A scale per token factors out of the sum, so the streams are read once and never copied.
         return (streams.flatten(-2) @ weight) * rstd.squeeze(-1)
     return (streams * rstd).flatten(-2) @ weight
 

@@ -1,4 +1,4 @@
-"""The data that sites and backends exchange: what a site looks like, its weights, and its state between two calls.
+"""The data that sites and backends exchange: a site's spec, its weights, and its state between two calls.
 
 Letters: T tokens, N streams, D features, R bottleneck rows, K = N^2 + 2N routing weights of a token.
 """
@@ -43,12 +43,12 @@ class RawWeights(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-# The generators that fold kernels know, in the order of their codes.
+# The generators that fold kernels support, in the order of their codes.
 GENERATOR_KINDS = ("dense", "cp", "tucker", "tt")
 
 
 class GeneratorSpec(NamedTuple):
-    """A generator as fold kernels know it.
+    """The spec of a generator for fold kernels.
 
     Args:
         kind: one of GENERATOR_KINDS.
@@ -62,13 +62,13 @@ class GeneratorSpec(NamedTuple):
         return [GENERATOR_KINDS.index(self.kind), len(out_modes), *out_modes, *self.ranks]
 
 
-# The mixers that kernels know, in the order of their codes.
+# The mixers that kernels support, in the order of their codes.
 MIXER_KINDS = ("copy", "sinkhorn", "guarded", "newton", "permutations", "identity")
 
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """A mixer as kernels know it.
+    """The spec of a mixer for kernels.
 
     Args:
         kind: one of MIXER_KINDS.
@@ -83,21 +83,21 @@ class MixerSpec:
     factors: tuple[int, ...] = ()
 
 
-# What to call a site that only `naive` computes.
+# The description of a site that only `naive` computes.
 NOT_STANDARD = 'sites with tanh gates or a per-stream norm ("hc")'
 
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """The sizes and constants of a site: all that a backend must know besides tensors and the mixer module.
+    """The sizes and constants of a site: everything a backend needs besides tensors and the mixer module.
 
     Args:
         rows: bottleneck rows of pre, res and post.
         direct: for each head, whether its bottleneck rows are its logits, without an output map.
         num_logits: of the mixer.
         norm_eps, norm_clamp, pre_eps: as in `RouterConfig`.
-        mixer: the mixer for kernels; None if they do not know it.
-        generators: the gain and the generators for fold kernels, packed; None if they do not know one of them.
+        mixer: the mixer for kernels; None if they do not support it.
+        generators: the gain and the generators for fold kernels, packed; None if they do not support one of them.
         gates: the registered name of the gates.
         norm_per_stream: whether every stream is normed by itself.
 
@@ -107,7 +107,7 @@ class SiteSpec:
         map_sizes: entries of each head's output map in `FoldedWeights.out`.
         num_rows: R.
         num_weights: K.
-        packed: integers and floats from which `from_packed` makes the spec again (without `generators`); operators
+        packed: integers and floats from which `from_packed` rebuilds the spec (without `generators`); operators
             carry them, so that graphs can be saved.
     """
 
@@ -123,7 +123,7 @@ class SiteSpec:
     generators: tuple[int, ...] | None = None
     gates: str = "sigmoid"
     norm_per_stream: bool = False
-    # Computed once, because every call of every operation asks for them.
+    # Computed once, because every operation uses them.
     is_standard: bool = field(init=False, repr=False, compare=False)
     head_logits: tuple[int, int, int] = field(init=False, repr=False, compare=False)
     map_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -183,7 +183,7 @@ def _from_packed(ints: tuple[int, ...], floats: tuple[float, ...]) -> SiteSpec:
 
 
 class Routed(NamedTuple):
-    """The routing of T tokens, and what the backward of `begin` wants to have saved with it.
+    """The routing of T tokens, and the intermediate results that the backward of `begin` needs.
 
     Shape:
         weights: (T, K), float32 or float64: pre, res row by row, post.
@@ -197,11 +197,11 @@ class Routed(NamedTuple):
 
 
 class State(NamedTuple):
-    """What `begin` leaves for `finish`.
+    """The state that `begin` passes to `finish`.
 
     Args:
-        streams: (..., N, D); `naive` keeps them in the precision of the routing, all others as they came.
-        dtype: of the streams as they came.
+        streams: (..., N, D); `naive` holds them in the precision of the routing, all others in their own dtype.
+        dtype: the dtype of the streams.
         weights: the routing weights, (T, K) or (..., K); None at a residual site.
         spec, backend: of the site; None at a residual one.
         link: carries the gradient of the next streams back to `begin`; None if autograd does not need it.
@@ -218,7 +218,7 @@ class State(NamedTuple):
 
     @property
     def routing(self) -> Routing | None:
-        """How the streams are read, mixed and written, in full precision; None at a residual site."""
+        """The routing in full precision; None at a residual site."""
         if self.spec is None or self.weights is None:
             return None
         return self.spec.split(self.weights.view(*self.streams.shape[:-2], self.spec.num_weights))

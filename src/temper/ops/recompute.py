@@ -1,6 +1,6 @@
 """Streams that are recomputed in the backward pass instead of being saved for it.
 
-Of a group of sites only the first streams are saved. Every branch output is saved anyway, and so is the routing of
+Only the first streams of a group of sites are saved. Every branch output is saved anyway, and so is the routing of
 every token, which is small: from these the later streams follow by mixing and writing alone, without running a
 branch again.
 """
@@ -23,7 +23,7 @@ _MARK = "_temper_origin"
 
 
 class Segment:
-    """One site's place in its group, and how its streams follow from saved tensors. Holds no tensors of its own.
+    """One site's place in its group, and how to recompute its streams from saved tensors. Owns no tensors.
 
     Args:
         group: how many sites share one set of saved streams.
@@ -37,7 +37,7 @@ class Segment:
         self._recomputed: Tensor | None = None
 
     def streams(self, first: Tensor, *steps: Tensor) -> Tensor:
-        """The streams; all that are recomputed on the way stay in memory until they are dropped.
+        """The streams; those recomputed on the way stay in memory until they are dropped.
 
         Args:
             first: the saved streams of the group.
@@ -53,12 +53,12 @@ class Segment:
         return self._recomputed
 
     def drop(self) -> None:
-        """Frees what was recomputed for this site."""
+        """Frees the streams recomputed for this site."""
         self._recomputed = None
 
 
 class Origin(NamedTuple):
-    """How to recompute streams, and from which tensors: `first` and `steps` of `Segment.streams`.
+    """The tensors from which streams are recomputed: `first` and `steps` of `Segment.streams`.
 
     Autograd saves these tensors, so they are freed after the backward pass, checkpoints see them, and a change in place
     is noticed.
@@ -69,29 +69,29 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, streams: Tensor, group: int) -> Origin | None:
-        """The origin of the streams that a site was given; None if they are saved themselves, as everywhere."""
-        # A compiled graph decides by itself what it recomputes.
+        """The origin of the streams that a site was given; None if the streams themselves are saved, the default."""
+        # A compiled graph decides itself what to recompute.
         if not group or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
         origin, version = getattr(streams, _MARK, (None, 0))
-        # Streams that were changed in place are not what the site before made.
+        # Streams changed in place are no longer the output of the previous site.
         if origin is None or origin.segment.group != group or version != streams._version:
             return cls(Segment(group), (streams.detach().contiguous(),))
         return origin
 
     def following(self, y: Tensor, weights: Tensor, spec: SiteSpec, kernels: Kernels) -> Origin | None:
-        """The origin of the streams that are made from these; None if a new group begins there."""
+        """The origin of the streams computed from these; None if a new group begins there."""
         if self.segment.place + 1 >= self.segment.group:
             return None
         segment = Segment(self.segment.group, self.segment, (spec, kernels))
         return Origin(segment, (*self.tensors, y.detach(), weights.detach()))
 
     def mark(self, streams: Tensor) -> None:
-        """Notes on streams that this is their origin, for the site that they are given to."""
+        """Attaches this origin to streams, for the next site."""
         setattr(streams, _MARK, (self, streams._version))
 
 
 def tokens_of(streams: Tensor) -> Tensor:
     """(..., N, D) -> (T, N, D)."""
-    # Not -1: without tokens that could be any number.
+    # Not -1, which is ambiguous without tokens.
     return streams.view(math.prod(streams.shape[:-2]), *streams.shape[-2:])

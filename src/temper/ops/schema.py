@@ -1,4 +1,4 @@
-"""The `temper::` operators: their schemas, the shapes of what they return, and when torch's dispatcher may be skipped.
+"""The `temper::` operators: their schemas, their output shapes, and when torch's dispatcher may be skipped.
 
 A backend that runs kernels on a device registers them here, under the device's dispatch key. Operators carry a site's
 spec as integers and floats, so that graphs that hold them can be saved.
@@ -175,7 +175,7 @@ def _find_watchers() -> tuple[Callable[[], object], ...]:
             torch._C._autograd._profiler_enabled,
         )
     except AttributeError:
-        # This torch has other names for them: always dispatching is slower, but right.
+        # This torch version names them differently: always dispatching is slower but correct.
         return (lambda: True,)
 
 

@@ -28,7 +28,7 @@ modes = pytest.mark.parametrize(("in_modes", "out_modes"), MODES, ids=str)
 
 
 class GeneratorSuite:
-    """Subclass it, name your generator, and give W in another way than `to_dense` does."""
+    """Subclass it, name your generator, and compute W independently of `to_dense`."""
 
     name: str
     # Options to build with besides those that have defaults.

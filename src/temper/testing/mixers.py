@@ -18,7 +18,7 @@ streams_of = pytest.mark.parametrize("num_streams", STREAMS)
 
 
 class MixerSuite:
-    """Subclass it, name your mixer, and give `res` of one token in another way than `forward` does."""
+    """Subclass it, name your mixer, and compute `res` of one token independently of `forward`."""
 
     name: str
     options: ClassVar[dict[str, Any]] = {}

@@ -1,7 +1,7 @@
-"""How the deviations of many sites add up through a network.
+"""Accumulation of the deviations of many sites through a network.
 
 One network runs H_{l+1} = F_l(H_l), the other Ht_{l+1} = Ft_l(Ht_l), both from the same H_0. Since
-Ht_{l+1} - H_{l+1} = (Ft_l(Ht_l) - Ft_l(H_l)) + (Ft_l(H_l) - F_l(H_l)), what is between them obeys
+Ht_{l+1} - H_{l+1} = (Ft_l(Ht_l) - Ft_l(H_l)) + (Ft_l(H_l) - F_l(H_l)), their distance e_l obeys
 
     e_{l+1} <= growth_l e_l + delta_l
 
@@ -32,9 +32,9 @@ class Depth:
     Args:
         streams: of the first network, before this site; float64.
         deviation: of this site alone, on the streams of the first network.
-        growth: by what this site of the second network multiplies what came from before it.
+        growth: the factor by which this site of the second network amplifies earlier deviations.
         measured: ||H - Ht|| of all tokens together.
-        bound: what the recursion makes of Theorem 2's bounds.
+        bound: the bound from the recursion with Theorem 2's bounds.
         size: ||H|| of the first network.
     """
 

@@ -23,10 +23,10 @@ Branch = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Deviation:
-    """What lies between two sites, by head where there are three.
+    """The deviation between two sites, by head where there are three.
 
     Args:
-        tokens: how many were compared.
+        tokens: the number of tokens compared.
         logits: ||Z - Zt|| of the generators, before gate and bias, and the Lemma.
         routing: ||pre - pret||, ||res - rest||, ||post - postt||.
         block: ||H' - Ht'|| and Theorem 2; None without a branch.

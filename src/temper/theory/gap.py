@@ -29,7 +29,7 @@ class Gap:
     @classmethod
     def of(cls, measured: Tensor, bound: Tensor) -> Gap:
         """From the numbers of every token."""
-        # Nothing measured is within any bound, even within none.
+        # A zero deviation satisfies every bound, including zero (0/0).
         ratio = torch.where(measured == 0, torch.zeros_like(measured), measured / bound)
         return cls(
             measured_max=measured.max().item(),
@@ -45,5 +45,5 @@ class Gap:
     @property
     def holds(self) -> bool:
         """Whether no measured value exceeds its bound."""
-        # Not "is not larger": what is not a number does not hold either.
+        # Not "is not larger": NaN must fail too.
         return self.ratio_max <= 1

@@ -1,4 +1,4 @@
-"""What the logits can see of the streams: rank and null space of every compression (Theorem 1).
+"""Rank and null space of every compression: the part of the streams that the logits see (Theorem 1).
 
 Letters: N streams, D features, R rows of a map.
 """
@@ -18,7 +18,7 @@ from temper.generators import Generator
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of a linear map of Hhat (N x D), and what they say of its rank.
+    """The singular values of a linear map of Hhat (N x D), and its numerical rank.
 
     Args:
         values: largest first, in float64.
@@ -34,20 +34,20 @@ class Spectrum:
 
 
 def compression_spectrum(generator: Generator) -> Spectrum:
-    """Of the compression map: for Tucker L(Hhat) = U^T Hhat C, from the singular values of U and C; else of in_map."""
+    """The spectrum of the compression map: L(Hhat) = U^T Hhat C for Tucker, else in_map."""
     with torch.no_grad():
         return _spectrum(generator.compression(torch.float64), math.prod(generator.in_modes), _eps(generator))
 
 
 def routing_spectrum(generator: Generator) -> Spectrum:
-    """Of in_map (R x N D): its row space is all that the logits of this generator can depend on."""
+    """The spectrum of in_map (R x N D), whose row space is all that this generator's logits can depend on."""
     with torch.no_grad():
         in_map = generator.maps(torch.float64)[0].flatten(1)
         return _spectrum([in_map], math.prod(generator.in_modes), _eps(generator))
 
 
 def site_spectrum(site: HyperConnection) -> Spectrum:
-    """Of the in_maps of pre, res and post together, each scaled to norm one: what a site can see at all."""
+    """The spectrum of the in_maps of pre, res and post together, each scaled to norm one: all that a site sees."""
     if site.config.is_residual:
         raise ValueError("a residual site routes nothing: it has no maps")
     generators = [getattr(site, head).generator for head in site.config.heads]
@@ -74,7 +74,7 @@ def null_project(generator: Generator, directions: Tensor) -> Tensor:
         raise ValueError(f"directions have shape {tuple(directions.shape)}; expected (..., {generator.in_modes})")
     basis_RC = visible_basis(generator).flatten(1)
     hidden = directions.double().flatten(-2)
-    # Twice, as in Gram-Schmidt: once leaves what rounding left.
+    # Twice, as in Gram-Schmidt: one pass leaves rounding errors.
     for _ in range(2):
         hidden = hidden - (hidden @ basis_RC.T) @ basis_RC
     return hidden.unflatten(-1, generator.in_modes)
@@ -94,7 +94,7 @@ def null_direction(generator: Generator, seed: int = 0) -> Tensor:
 
 
 def _spectrum(factors: Sequence[Tensor], inputs: int, eps: float) -> Spectrum:
-    """Of the Kronecker product of the factors: its singular values are all products, its rank the product of ranks."""
+    """The spectrum of the factors' Kronecker product: all products of singular values; ranks multiply."""
     values, rank, tolerance = torch.ones(1, dtype=torch.float64), 1, 0.0
     for factor in factors:
         own = torch.linalg.svdvals(factor).cpu()

@@ -1,4 +1,4 @@
-"""How steep a mixer is at given logits: the largest singular value of its Jacobian."""
+"""The local Lipschitz constant of a mixer: the largest singular value of its Jacobian at given logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def local_lipschitz(mixer: Mixer, logits: Tensor) -> Tensor:
 
 
 def sinkhorn_lipschitz(logits: Tensor) -> Tensor:
-    """The same of Sinkhorn's limit at logits (..., N, N): never above 1/2, which N = 2 attains at equal logits."""
+    """The same for Sinkhorn's limit at logits (..., N, N): never above 1/2, which N = 2 attains at equal logits."""
     if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[-1] != logits.shape[-2]:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits are {got}; expected (..., N, N)")

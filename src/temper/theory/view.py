@@ -1,4 +1,4 @@
-"""What one site makes of given streams, in float64, laid open."""
+"""All intermediate results of one site on given streams, in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class View:
         dynamic: Z of each head, flat: (..., O).
         logits: a squash(Z) + b of each head, flat.
         weights: pre, res and post as `route` gives them, flat; res is the matrix (..., N, N).
-        rounding: at most what is lost in Z.
+        rounding: a bound on the rounding error of Z.
     """
 
     def __init__(self, site: HyperConnection, streams: Tensor) -> None:
@@ -48,7 +48,7 @@ class View:
 
 
 def res_logits(site: HyperConnection, streams: Tensor) -> Tensor:
-    """What the mixer of a site is given, in float64: (..., N, D) -> (..., *logit_shape)."""
+    """The mixer's input at a site, in float64: (..., N, D) -> (..., *logit_shape)."""
     with torch.no_grad():
         return View(widened(site), streams.detach().double()).logits["res"].unflatten(-1, site.mixer.logit_shape)
 

@@ -103,10 +103,10 @@ class Sinkhorn(Mixer, name="sinkhorn"):
             step = one_round(value, first, last, index)
             value = step if done is None else torch.where(done, value, step)
             if self.tol is not None:
-                # The axis normalised last is exact; a token that is done stays as it is, and so stays done.
+                # The axis normalised last is exact; a converged token is frozen and stays converged.
                 matrix = value.detach() if self.eps else value.detach().exp()
                 done = ((matrix.sum(first, keepdim=True) - 1).abs() <= self.tol).all(last, keepdim=True)
-                # Without values all rounds run, to the same result.
+                # While tracing, all rounds run, with the same result.
                 if scaling.has_values(done) and done.all():
                     break
         return value if self.eps else value.exp()
@@ -119,7 +119,7 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         return self.tol or (2e-6 if dtype == torch.float32 else 1e-12)
 
     def _turn(self, matrix: Tensor) -> Tensor:
-        """Transposes, if that makes rows of the axis that is exact; undoes itself."""
+        """Transposes so that the exact axis becomes the rows, if it is the columns; its own inverse."""
         return matrix if self.last == "rows" else matrix.mT
 
     def forward_fast(self, logits: Tensor) -> Tensor:

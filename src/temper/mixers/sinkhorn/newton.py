@@ -35,15 +35,15 @@ def find(logits: Tensor, iters: int, tol: float) -> Tensor:
         sums = value.sum(-2)
         error = (sums - 1).abs().amax(-1, keepdim=True)
         done = error <= tol
-        # Without values all steps run, to the same result.
+        # While tracing, all steps run, with the same result.
         if has_values(done) and done.all():
             break
         step = solve_laplacian(value.mT @ value, 1 - sums)
         step = step - step.mean(-1, keepdim=True)
         step = step * (LONGEST / step.abs().amax(-1, keepdim=True).clamp_min(TINY)).clamp_max(1)
         trial, lower = _look(logits, shift + step)
-        # Newton's step stands where it goes down, as a plain round always does: measured by the error alone, the two
-        # could go round in circles. Near the end the way down is lost in the rounding of its height: the error says.
+        # Accept Newton's step if it lowers the objective, as a plain round always does; going by the error alone could
+        # cycle. Near the minimum the decrease drowns in rounding, so the error decides there.
         rounding = 4 * torch.finfo(logits.dtype).eps * (shift.abs().sum(-1, keepdim=True) + largest)
         nearer = (trial.sum(-2) - 1).abs().amax(-1, keepdim=True) < error
         better = (lower < height) | (nearer & (lower < height + rounding))

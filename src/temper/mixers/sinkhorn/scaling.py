@@ -41,7 +41,7 @@ def vjp(logits_NNT: Tensor, grad_NNT: Tensor, iters: int) -> Tensor:
 
 def _by_token(logits_NNT: Tensor, by_scaling: Callable[[], Tensor], by_logs: Callable[[], Tensor]) -> Tensor:
     """Every token by the faster method that its own logits allow, so that it never depends on its neighbours."""
-    # Where values are not at hand, or only by waiting for a device, logarithms are right for all tokens.
+    # Where values are unavailable, or need a device synchronisation, logarithms serve all tokens.
     if not has_values(logits_NNT) or logits_NNT.device.type != "cpu" or not logits_NNT.numel():
         return by_logs()
     spread_T = (logits_NNT.amax(0) - logits_NNT.amin(0)).amax(0)

@@ -25,12 +25,12 @@ def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str |
     dtype = streams.dtype
     if streams.device.type != "cpu":
         return f"the streams are on {streams.device.type}"
-    # Tracers have tensor types of their own, which the operators take; a DTensor has its memory elsewhere.
+    # The operators accept tracers' tensor types; a DTensor's memory is elsewhere.
     if type(streams) is not Tensor and hasattr(streams, "device_mesh"):
         return "the streams are distributed (a DTensor)"
     if dtype not in ELEMENT_TYPES:
         return f"the kernels have no {dtype}"
-    # float64 is for checking, where plain torch is easier to believe; the kernels have it for those who ask.
+    # float64 is used for verification, where plain torch is the better reference; the kernels support it on request.
     if dtype == torch.float64 and not asked:
         return "float64 is left to fused unless it is asked for"
     if not spec.is_standard:
@@ -43,12 +43,12 @@ def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str |
 
 
 def unavailable() -> str | None:
-    """What keeps the kernels from being built, as far as can be told without building."""
+    """The reason why the kernels cannot be built, as far as can be told without building."""
     return build.why_not()
 
 
 def limits() -> list[str]:
-    """What the kernels leave to the next backend."""
+    """The sites that the kernels leave to the next backend."""
     from temper.mixers import Mixer
 
     foreign = [key for key, mixer in sorted(Mixer.members.items()) if mixer.native is Mixer.native]
@@ -56,7 +56,7 @@ def limits() -> list[str]:
 
 
 class _Folding:
-    """`fold.h`: the generators that the kernels know."""
+    """Folding by `fold.h`, for the generators that the kernels support."""
 
     def fold(self, raw: Sequence[Tensor], spec: SiteSpec, dtype: torch.dtype) -> FoldedWeights:
         sizes = [spec.num_rows, sum(spec.map_sizes), sum(spec.head_logits)]
@@ -98,10 +98,10 @@ def begin_backward(
 
 
 def finish(streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, spec: SiteSpec, in_place: bool = False) -> Tensor:
-    """The next streams; in the place of the streams if that is allowed."""
+    """The next streams, written over the current ones if allowed."""
     tensors = (streams_TND, _branch(y_TD, streams_TND), weights_TK)
     if in_place:
-        # Through the dispatcher, which counts changes.
+        # Through the dispatcher, which bumps the version counter.
         torch.ops.temper.finish_(*tensors, *spec.packed)
         return streams_TND
     result: Tensor = operator("finish", tensors)(*tensors, *spec.packed)
@@ -129,7 +129,7 @@ def finish_begin(
     """`finish` of one site and `begin` of the next."""
     tensors = (streams_TND, _branch(y_TD, streams_TND), weights_TK, *folded[:3])
     if in_place:
-        # Through the dispatcher, which counts changes.
+        # Through the dispatcher, which bumps the version counter.
         x, *routed = torch.ops.temper.finish_begin_(*tensors, *spec.packed)
         return streams_TND, x, Routed(*routed)
     next_TND, x, *routed = operator("finish_begin", tensors)(*tensors, *spec.packed)
@@ -169,7 +169,7 @@ def mix_backward(logits: Tensor, res: Tensor, grad: Tensor, mixer: Mixer) -> Ten
 
 
 def _branch(y: Tensor, streams: Tensor) -> Tensor:
-    """y in a dtype that the kernels take beside the streams."""
+    """y in a dtype that the kernels accept with these streams."""
     if y.dtype == streams.dtype:
         return y
     pair = (torch.float32, torch.bfloat16)

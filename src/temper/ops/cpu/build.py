@@ -20,12 +20,12 @@ FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psa
 # Tried in this order: not every compiler has OpenMP or knows the machine it runs on.
 EXTRAS = (("-march=native", "-fopenmp"), ("-march=native",), ())
 TIMEOUT = 300.0
-# What a library has to have.
+# Functions that a library must export.
 FUNCTIONS = ("begin", "begin_backward", "mixer", "fold", "fold_backward", "finish", "finish_backward")
 
 
 class UnavailableError(Exception):
-    """Why there are no native kernels here."""
+    """The error when there are no native kernels on this machine."""
 
 
 @cache
@@ -38,7 +38,7 @@ def library(stored: str) -> ctypes.CDLL | None:
         return None
 
 
-# Whether the user knows; once for all types of streams is enough.
+# Whether the user was warned; once for all dtypes is enough.
 _warned = False
 
 
@@ -51,16 +51,16 @@ def _warn(reason: str) -> None:
 
 
 def can_load(stored: str) -> bool:
-    """Whether `library` has something; for tracing, a constant."""
+    """Whether `library` returns kernels; a constant for tracers."""
     return library(stored) is not None
 
 
-# What torch.compiler.assume_constant_result does, without importing the whole compiler.
+# The effect of torch.compiler.assume_constant_result, without importing the compiler.
 can_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def why_not() -> str | None:
-    """What keeps the kernels from being built, as far as can be told without building; None if nothing does."""
+    """The reason why the kernels cannot be built, as far as can be told without building; None if there is none."""
     try:
         _compiler()
         cache_folder()
@@ -70,7 +70,7 @@ def why_not() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where kernels are kept: $TEMPER_CACHE, or `temper` in the user's cache, or a private temporary folder."""
+    """The cache of compiled kernels: $TEMPER_CACHE, `temper` in the user's cache, or a private temporary folder."""
     if chosen := os.environ.get("TEMPER_CACHE"):
         candidates = [Path(chosen)]
     else:
@@ -91,7 +91,7 @@ def cache_folder() -> Path:
 
 
 def _check_private(path: Path) -> None:
-    """Code is loaded from here: nobody else may be able to put some in, or to put another folder in its place."""
+    """Checks the folder that code is loaded from: no other user may write to it or replace it."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise PermissionError(1, "is a link, which could lead anywhere")
@@ -127,7 +127,7 @@ def _load(stored: str) -> ctypes.CDLL:
             if path := _find(folder, stem):
                 return _open(path)
         except OSError:
-            # Damaged: build it again.
+            # Damaged: rebuild it.
             pass
         try:
             return _open(_compile(compiler, flags, folder, stem))
@@ -137,13 +137,13 @@ def _load(stored: str) -> ctypes.CDLL:
 
 
 def _find(folder: Path, stem: str) -> Path | None:
-    """The library in the cache, if it is ours alone and its bytes are those that its name was made from."""
+    """The cached library, if only the user can write it and its bytes match the hash in its name."""
     for path in folder.glob(f"{stem}-*.so"):
         try:
             _check_private(path)
         except OSError:
             continue
-        # Loading a part of a library could end the process.
+        # Loading a truncated library could crash the process.
         if path.stem == f"{stem}-{_hash(path)}":
             return path
     return None
@@ -154,7 +154,7 @@ def _hash(path: Path) -> str:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Loads a library, or removes it: one without our functions is of no use to anybody."""
+    """Loads a library; removes it if it lacks our functions."""
     try:
         library = ctypes.CDLL(str(path))
         if missing := [name for name in FUNCTIONS if not hasattr(library, name)]:
@@ -166,7 +166,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path:
-    """Builds beside the target and renames, so that processes that build at once do not meet."""
+    """Builds beside the target and renames, so that concurrent builds do not collide."""
     if sys.stderr.isatty():
         print("temper: compiling CPU kernels, once (about 5 s) ...", file=sys.stderr)
     handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
@@ -180,7 +180,7 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: Path, stem: str) -> 
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise UnavailableError(lines[0].strip() if lines else f"exit code {done.returncode}")
-        # Linkers make a file of their own, as open as other programs are.
+        # The linker creates the file with default permissions.
         os.chmod(name, 0o700)
         path = folder / f"{stem}-{_hash(Path(name))}.so"
         os.replace(name, path)
@@ -191,7 +191,7 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: Path, stem: str) -> 
 
 @cache
 def _identity(compiler: str) -> str:
-    """Everything but the flags that decides what the compiler makes."""
+    """Everything except the flags that determines the compiler's output."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
@@ -209,7 +209,7 @@ def _digest(identity: str, flags: tuple[str, ...]) -> str:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a cache may be shared by machines."""
+    """The CPU features behind -march=native: machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The native kernels as CPU implementations of the `temper::` operators: this file gives them tensors."""
+"""The native kernels as CPU implementations of the `temper::` operators."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _kernel(name: str, dtype: torch.dtype) -> Any:
     return kernel
 
 
-# How many pointers a kernel takes, and how many small numbers before them: threads, and whether to project.
+# The number of pointer arguments of a kernel, and of integers before them: threads, and whether to project.
 _ARGUMENTS = {
     "begin": (8, 2),
     "begin_backward": (15, 2),
@@ -122,7 +122,7 @@ def _launch(
     inputs: tuple[Tensor | None, ...],
     outputs: tuple[Tensor | None, ...],
 ) -> None:
-    """Calls a kernel with contiguous inputs, which live at least as long as the call."""
+    """Calls a kernel with contiguous inputs, which are kept alive during the call."""
     held, pointers = [], list(numbers)
     for tensor in inputs:
         if tensor is None:
@@ -163,7 +163,7 @@ def _launch_fold(
 
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """An array of pointers to the tensors, made contiguous, and what must live as long as it."""
+    """An array of pointers to the contiguous tensors, and the objects that must outlive it."""
     held, array = [], (ctypes.c_void_p * len(tensors))()
     for k, tensor in enumerate(tensors):
         tensor = tensor.contiguous()
@@ -178,7 +178,7 @@ def _generators(numbers: tuple[int, ...]) -> Any:
 
 
 def _projects(spec: SiteSpec, dtype: torch.dtype) -> bool:
-    # Matrix products would want a wide copy of half-precision streams.
+    # A matrix product would need a float32 copy of half-precision streams.
     return dtype == torch.bfloat16 or 4 * spec.num_rows * spec.num_streams * spec.dim <= PROJECT_IN_KERNEL_BYTES
 
 
@@ -287,10 +287,10 @@ def _chain(
     ints: list[int],
     floats: list[float],
 ) -> tuple[Tensor, ...]:
-    """Writes the following streams; what the next site makes of them."""
+    """Writes the next streams, and returns the next site's input and routing."""
     spec, _, pointer = _prepare(ints, floats)
     if not _projects(spec, streams.dtype):
-        # A matrix product stands between the two.
+        # A matrix product runs between the two kernels.
         _write_next(following, streams, y, weights, ints, floats)
         return _run_begin(following, in_map, out, bias, ints, floats)
     begun: tuple[Tensor, ...] = schema.SHAPES["begin"](streams, in_map, out, bias, ints, floats)

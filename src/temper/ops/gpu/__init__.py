@@ -1,7 +1,7 @@
-"""The operations on streams by Triton kernels, on GPUs. triton comes with every torch that is built for GPUs.
+"""The operations on streams by Triton kernels, on GPUs. Every GPU build of torch includes triton.
 
 `kernels/` has the kernels, `launch` cuts the work, `tiles` says how, `operators` registers all of it with torch, and
-`check` compares the kernels with `fused` on the GPU that is here before they are used. docs/gpu.md has the design.
+`check` compares the kernels with `fused` on the present GPU before they are used. docs/gpu.md has the design.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ name = "triton"
 scope = (
     "float32 and bfloat16 streams on a GPU, by Triton kernels (checked in the interpreter, not yet run on a GPU by us)"
 )
-# Targets from which a report of `temper gpu-check` has come back (docs/gpu.md): where the kernels run unasked.
+# Targets confirmed by a report of `temper gpu-check` (docs/gpu.md), where the kernels are chosen by default.
 CONFIRMED: frozenset[str] = frozenset()
 # Compute capability; older GPUs have no bfloat16 on their tensor cores.
 OLDEST = (8, 0)
@@ -77,7 +77,7 @@ def _unavailable() -> str | None:
     return None
 
 
-# What torch.compiler.assume_constant_result does, without importing the whole compiler.
+# The effect of torch.compiler.assume_constant_result, without importing the compiler.
 _unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -87,7 +87,7 @@ def unavailable() -> str | None:
 
 
 def limits() -> list[str]:
-    """What the kernels leave to the next backend."""
+    """The sites that the kernels leave to the next backend."""
     from temper.mixers import Mixer
 
     foreign = [key for key, mixer in sorted(Mixer.members.items()) if mixer.native is Mixer.native]
@@ -139,10 +139,10 @@ def begin_backward(
 
 
 def finish(streams_TND: Tensor, y_TD: Tensor, weights_TK: Tensor, spec: SiteSpec, in_place: bool = False) -> Tensor:
-    """The next streams; in the place of the streams if that is allowed."""
+    """The next streams, written over the current ones if allowed."""
     tensors = (streams_TND, y_TD, weights_TK)
     if in_place:
-        # Through the dispatcher, which counts changes.
+        # Through the dispatcher, which bumps the version counter.
         torch.ops.temper.finish_(*tensors, *spec.packed)
         return streams_TND
     result: Tensor = operator("finish", tensors)(*tensors, *spec.packed)
@@ -169,7 +169,7 @@ def finish_begin(
 ) -> tuple[Tensor, Tensor, Routed]:
     """`finish` of one site and `begin` of the next, in one pass over the streams."""
     if schema.must_dispatch(operators.DEVICE, (streams_TND, y_TD, weights_TK, *folded[:3])):
-        # Tracers see the two operators that there are.
+        # Tracers see the two separate operators.
         next_TND = finish(streams_TND, y_TD, weights_TK, spec, in_place)
         return next_TND, *begin(next_TND, folded, spec, mixer)
     target = streams_TND if in_place else streams_TND.new_empty(streams_TND.shape)

@@ -1,4 +1,4 @@
-"""Trust, but verify: before a kind of site runs on a GPU, a small case is compared there with the definition.
+"""Self-check: before a kind of site first runs on a GPU, a small case is compared there with the definition.
 
 Every operation, outputs and gradients, once for each device, spec and dtype in a process (and so for each version of
 triton). Where the kernels differ or do not compile there is one warning, and `fused` runs the site.
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float64: 1e-9}
 TOKENS = 37
 
-# What is wrong, by device, spec and dtype; None where nothing is.
+# The failure by device, spec and dtype; None where the check passed.
 _found: dict[tuple[Any, ...], str | None] = {}
 
 
 def passes(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels are right about this spec on this device; looked up after the first time."""
+    """Whether the kernels are correct for this spec on this device; cached after the first check."""
     # The number of features is a run-time number to the kernels, except for what it is modulo 16.
     small = dataclasses.replace(spec, dim=64 + spec.dim % 16, generators=None)
     key = (device, small, dtype)
@@ -49,12 +49,12 @@ def passes(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.devic
     return _found[key] is None
 
 
-# What torch.compiler.assume_constant_result does, without importing the whole compiler.
+# The effect of torch.compiler.assume_constant_result, without importing the compiler.
 passes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def failures() -> list[str]:
-    """What failed so far, for the list of backends."""
+    """The failures so far, for the list of backends."""
     return [
         f"{spec.num_streams} streams in {dtype} ({reason})"
         for (_, spec, dtype), reason in _found.items()
@@ -67,7 +67,7 @@ def _name(device: torch.device) -> str:
 
 
 def _difference(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> str | None:
-    # Neither a caller's inference mode nor autocast nor random state has anything to do with this.
+    # Independent of the caller's inference mode, autocast and random state.
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         case = random_case(spec, dtype, device, TOKENS)
         with torch.no_grad():
@@ -100,7 +100,7 @@ def random_case(
 
 
 def results(case: dict[str, Tensor], spec: SiteSpec) -> dict[str, Tensor]:
-    """What the kernels make of a case."""
+    """The kernels' results for a case."""
     streams, y, in_map, out, bias, grad, d_x, d_weights = case.values()
     folded = FoldedWeights(in_map, out, bias)
     x, routed = launch.begin(streams, folded, spec)
@@ -110,7 +110,7 @@ def results(case: dict[str, Tensor], spec: SiteSpec) -> dict[str, Tensor]:
     d_streams, d_folded = launch.begin_backward(grad, d_x, d_weights + through, streams, folded, routed, spec)
     made = {"x": x, "weights": routed.weights, "next": following, "d_streams": d_streams, "d_y": d_y}
     made |= dict(zip(("d_in_map", "d_out", "d_bias"), d_folded[:3], strict=True))
-    # The same weights serve the next site; what it is given has been rounded as streams are.
+    # The same weights serve the next site, whose input is rounded to the dtype of the streams.
     chained = torch.empty_like(streams)
     next_x, next_routed = launch.finish_begin(chained, streams, y, routed.weights, folded, spec)
     slopes = launch.finish_begin_backward(

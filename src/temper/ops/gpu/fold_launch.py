@@ -13,15 +13,15 @@ from torch import Tensor
 from temper.ops.gpu.launch import Launch, cdiv, power, run
 from temper.ops.plan import GENERATOR_KINDS
 
-# Features of a program.
+# Features per program.
 BLOCK = 128
-# How many tensors a gain has, by its code (`temper.norm.GAINS`).
+# The number of tensors of a gain, by its code (`temper.norm.GAINS`).
 _GAIN_TENSORS = (1, 2, 1, 0)
 _NONE = (None,) * 7
 
 
 class _Head(NamedTuple):
-    """A head as the kernels know it.
+    """The kernels' description of a head.
 
     Args:
         numbers: HEAD of `kernels.fold`.
@@ -80,7 +80,7 @@ def serves(generators: Sequence[int]) -> bool:
     return True
 
 
-# What torch.compiler.assume_constant_result does, without importing the whole compiler.
+# The effect of torch.compiler.assume_constant_result, without importing the compiler.
 serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -36,7 +36,7 @@ WIDTH = 8
 
 
 class Launch(NamedTuple):
-    """A kernel to be run.
+    """A kernel launch.
 
     Args:
         kernel: its name.
@@ -55,7 +55,7 @@ _recording: list[Launch] | None = None
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Launches inside are collected, not run; tensors may be on the meta device."""
+    """Collects the launches inside instead of running them; tensors may be on the meta device."""
     global _recording
     before, _recording = _recording, []
     try:
@@ -65,7 +65,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def run(launch: Launch) -> None:
-    """Runs a kernel, or notes that it would run."""
+    """Runs or records a kernel launch."""
     if _recording is not None:
         _recording.append(launch)
         return
@@ -101,7 +101,7 @@ def _exact(dtype: torch.dtype, target: str) -> str:
 
 
 class _Site(NamedTuple):
-    """What every launch of a site needs."""
+    """The parameters common to all launches of a site."""
 
     spec: SiteSpec
     tokens: int
@@ -430,7 +430,7 @@ def finish_begin(
     """`finish` of one site into `target`, which may be the streams, and `begin` of the next."""
     streams, y, weights = streams.contiguous(), y.contiguous(), weights.contiguous()
     if spec.num_rows > MAX_ROWS or not len(streams):
-        # So many rows would not fit beside the streams.
+        # This many rows would not fit beside the streams.
         finish(target, streams, y, weights, spec)
         return begin(target, folded, spec)
     site = _Site.of(streams, weights.dtype, spec)

@@ -12,7 +12,7 @@ from temper.ops import schema
 from temper.ops.gpu import fold_launch, launch
 from temper.ops.plan import FoldedWeights, Routed, SiteSpec
 
-# The device whose tensors the kernels take. ROCm calls it so too.
+# The device type that the kernels accept; ROCm uses the same name.
 DEVICE = "cuda"
 
 

@@ -1,6 +1,6 @@
-"""How large a block of work each kernel takes, by target and number of streams.
+"""Tile sizes of each kernel, by target and number of streams.
 
-The numbers come from compiling for GPUs without having one: no spill, few registers, many bytes in flight.
+The numbers come from compiling ahead of time, without a GPU: no spill, few registers, many bytes in flight.
 `temper gpu-check --tune` measures others on a GPU and writes a file; the variable TEMPER_TILES names it. There is no
 autotuning while training: it would time in the middle of a step and let sums depend on what was fastest.
 """
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 VARIABLE = "TEMPER_TILES"
-# What is compiled and checked for; other GPUs take the nearest one that is not newer.
+# Targets that are compiled and checked; other GPUs use the nearest one that is not newer.
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# The tiles of tests: a few tokens already fill several blocks.
+# Tiles for tests: a few tokens already fill several blocks.
 SMALL = "small"
 
 
@@ -82,7 +82,7 @@ _ALWAYS = {
     "heads_backward": Tile(32, 32),
     "split_maps": Tile(1024),
 }
-# Where a target wants something else than the others: NP, or None for all.
+# Exceptions for single targets: by NP, or None for all.
 _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
     "sm_100": {
         (None, "project"): Tile(32, 64, 2),
@@ -107,17 +107,17 @@ _SMALL = {
 }
 NAMES = tuple(sorted(_SMALL))
 
-# What devices without a GPU take: for counting and compiling sm_90, for tests whatever they set.
+# The target used without a GPU: sm_90 for counting and compiling, any for tests.
 elsewhere = "sm_90"
 
 
-# What `trying` puts in the place of the table.
+# Replacements of the table set by `trying`.
 _tried: dict[str, Tile] = {}
 
 
 @contextmanager
 def trying(name: str, instead: Tile) -> Iterator[None]:
-    """Another tile for one kernel, on every GPU and for every number of streams."""
+    """Overrides the tile of one kernel, on every GPU and for every number of streams."""
     _tried[name] = instead
     try:
         yield
@@ -130,7 +130,7 @@ def tile(name: str, padded: int, target: str, wide_streams: bool = False) -> Til
 
     Args:
         padded: NP.
-        wide_streams: streams of four bytes, of which half as many features are as many bytes.
+        wide_streams: streams of four bytes, for which half as many features make the same bytes.
     """
     found = _tried.get(name) or _table(target).get((padded, name)) or _table(target).get((None, name))
     if found is None:
@@ -178,7 +178,7 @@ def _size(number: int) -> int:
 
 @lru_cache(maxsize=64)
 def target_of(device: torch.device) -> str:
-    """Which of TARGETS a device counts as; `elsewhere` if it is no GPU."""
+    """The entry of TARGETS for a device; `elsewhere` if it is not a GPU."""
     if device.type != "cuda":
         return elsewhere
     if torch.version.hip:

@@ -35,7 +35,7 @@ def write_project(
         h = tl.load(streams + (t * N + n) * D + d, mask=inside, other=0.0)
         branch = tl.load(y + t * D + d, mask=inside, other=0.0).to(WIDE)
         total = wide_dot(blocks, h, post * branch, HALF, WIDE, EXACT)
-        # As it is stored: what the next site would read.
+        # Rounded to the stored dtype, as the next site would read it.
         value = total.to(out.dtype.element_ty)
         tl.store(out + (t * N + n) * D + d, value, mask=inside)
         flat = tl.reshape(value, (BT, NP * BD))

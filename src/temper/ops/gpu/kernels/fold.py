@@ -4,7 +4,7 @@ Every generator's input map is in_map[r, n, d] = gain[n, d] * sum_j weight[r, n,
 the one tensor with features in it and the weights come from the small ones.
 
 A head is a tuple of seven tensors: the streams' factor, the core, the lines, the factors of the first and of the second
-output mode, the gate and the bias; what a generator does not have is None. HEAD has its numbers:
+output mode, the gate and the bias; tensors that a generator lacks are None. HEAD has its numbers:
 (kind, A, B, J, rows, first row, start of the map, first logit, O1, O2, second rank or bond, start of its sums, the
 powers of two from B, O1, O2, Q1 and Q2 on), with kinds as in `temper.ops.plan.GENERATOR_KINDS`.
 """
@@ -157,7 +157,7 @@ def load_slope(d_in, r, n, here, d, known, D, HEAD: tl.constexpr, N: tl.constexp
 def pull_gain(
     head, d_in, total, n, here, d, known, D, HEAD: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Adds what one head gives to the gradient of the gain."""
+    """Adds one head's contribution to the gradient of the gain."""
     left, core, line, x1, x2, gate, bias = head
     for r in range(HEAD[4]):
         part = load_slope(d_in, r, n, here, d, known, D, HEAD, N)
@@ -216,9 +216,9 @@ def fold_backward(
     GAIN: tl.constexpr, PRE: tl.constexpr, RES: tl.constexpr, POST: tl.constexpr, LINES: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """What has features in it, and shares of the sums over features of all else.
+    """The gradients of tensors with features, and partial sums over features for all others.
 
-    The second number of a program says what it does: the gain, then the weights of every row, then every line.
+    The second program index selects the task: the gain, then the weights of every row, then every line.
     """
     R: tl.constexpr = POST[5] + POST[4]
     n = tl.arange(0, NP)
@@ -400,7 +400,7 @@ def pull_small(
     head, slopes, sums, d_out, d_biases, task, n, here,
     HEAD: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One of four parts of what is left to do for a head."""
+    """One of the four remaining parts of a head's gradients."""
     d_left, d_core, d_line, d_x1, d_x2, d_gate, d_bias = slopes
     if task == 0:
         pull_left(head, sums, d_left, n, here, HEAD, N, NP, WIDE)

@@ -149,11 +149,11 @@ def pull_rounds(p, carry, grad, skipped, COUNT: tl.constexpr, is_last, SETTINGS:
 
 @triton.jit
 def pull_sinkhorn(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
-    """Every group of rounds is made again from the start: no history, whatever the number of rounds."""
+    """Recomputes every group of rounds from the start, so memory does not grow with the number of rounds."""
     LAST: tl.constexpr = SETTINGS[1]
     FIRST: tl.constexpr = 3 - LAST
     ROUNDS: tl.constexpr = SETTINGS[0] - 1
-    # So many rounds are recomputed at a time, with their sums in registers.
+    # The number of rounds recomputed at a time, with their sums in registers.
     GROUP: tl.constexpr = 5
     # The first round is by itself; then come the rounds that do not fill a group.
     REST: tl.constexpr = ROUNDS % GROUP
@@ -174,7 +174,7 @@ def pull_sinkhorn(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTIN
 # ------------------------------------------------------------------------------------------------------------- newton
 @triton.jit
 def turn(matrix, LAST: tl.constexpr):
-    """The axis that is exact as rows, and back."""
+    """Transposes so that the exact axis becomes the rows, and back."""
     if LAST == 1:
         matrix = tl.permute(matrix, (0, 2, 1))
     return matrix
@@ -242,7 +242,7 @@ def solve_newton(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.const
     sums = tl.sum(p, 1)
     error = tl.max(tl.abs(sums - 1.0), 1)
     i = 0
-    # Tokens that are done stay as they are, so that the number of steps is nobody else's business.
+    # Converged tokens are frozen, so a token's result does not depend on how long others take.
     while (i < SETTINGS[0]) & (tl.max(error, 0) > TOL):
         step = solve_laplacian(gram(p, NP), 1.0 - sums, NP)
         if N < NP:
@@ -252,7 +252,7 @@ def solve_newton(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.const
         longest = tl.max(tl.abs(step), 1, keep_dims=True)
         step = step * tl.minimum(LONGEST / tl.maximum(longest, TINY), 1.0)
         trial, lower = look(x, shift + step)
-        # Newton's step stands where it goes down, or, where the way down is lost in rounding, where it comes nearer.
+        # Accept Newton's step if it lowers the objective or, within rounding of it, the error.
         room = ROUNDING * (tl.sum(tl.abs(shift), 1) + largest)
         nearer = tl.max(tl.abs(tl.sum(trial, 1) - 1.0), 1) < error
         better = (lower < height) | (nearer & (lower < height + room))
@@ -292,7 +292,7 @@ def mixture_weights(x, FROM: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def targets(table, i, FROM: tl.constexpr, COUNT: tl.constexpr, LP: tl.constexpr):
-    """Where each permutation of a factor takes i; -1 for the logits of other factors."""
+    """The image of i under each permutation of a factor; -1 for the logits of other factors."""
     at = tl.arange(0, LP)
     mine = (at >= FROM) & (at < FROM + COUNT)
     return tl.load(table + at * WIDTH + i, mask=mine, other=-1)[None, :]

@@ -47,7 +47,7 @@ def bottleneck(
     KEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The rows of a head before the norm, one for each logit if they are the logits; kept in z if asked to."""
+    """The rows of a head before the norm, one for each logit if they are the logits; saved in z on request."""
     if HEAD[5]:
         column = HEAD[0] + place
         fits = keep[:, None] & known[None, :]
@@ -129,7 +129,7 @@ def route(
     for s in range(S):
         mean += tl.load(squares + s * T + t, mask=keep, other=1.0)
     mean = mean / F
-    # A number by itself would be a float32.
+    # A bare literal would be float32.
     least = tl.full((1,), NORM_EPS, WIDE)
     if CLAMP:
         rstd = 1.0 / tl.sqrt(tl.maximum(mean, least))

@@ -65,7 +65,7 @@ def project(
         square += wide * wide
     s = s.to(tl.int64)
     tl.store(z + (s * T + t[:, None]) * R + r[None, :], total, mask=keep[:, None] & (r < R)[None, :])
-    # Every block of rows has the same sum of squares; the first one keeps it.
+    # Every block of rows computes the same sum of squares; the first one stores it.
     tl.store(squares + s * T + t, tl.sum(square, 1), mask=keep & (block == 0))
 
 
@@ -146,7 +146,7 @@ def write_backward(
     grad, streams, y, weights, d_y, d_weights, T, D,
     N: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """d_y, d_res and d_post of BT tokens, for N up to 4: products are kept apart until the end."""
+    """d_y, d_res and d_post of BT tokens, for N up to 4: products stay separate until the end."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     keep = t < T
     t = t.to(tl.int64)
@@ -186,7 +186,7 @@ def write_backward_dot(
     grad, streams, y, weights, d_y, d_weights, T, D,
     N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The same for larger N: all pairs of the BT * NP rows of G and H by a matrix product, of which blocks are kept."""
+    """The same for larger N: all pairs of the BT * NP rows of G and H in one matrix product, whose blocks are used."""
     K: tl.constexpr = N * N + 2 * N
     first = tl.program_id(0) * BT
     t = first + tl.arange(0, BT)
@@ -257,7 +257,7 @@ def through_maps(
     N: tl.constexpr, NP: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """What goes to the streams through the maps, d_z . in_map, in groups of 16 rows: (G, 16, BD)."""
+    """The gradient of the streams through the maps, d_z . in_map, in groups of 16 rows: (G, 16, BD)."""
     t = first + tl.arange(0, BT)
     c = tl.arange(0, NP * BD)
     column = (c // BD) * D + d0 + c % BD
