@@ -11,7 +11,7 @@ import pytest
 import temper
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 
 
 def blocks(page):
@@ -27,14 +27,14 @@ def test_the_example_of_a_new_part_passes_its_suite(page, tmp_path):
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 35
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_line_is_over_120_characters(page):
     long = [number for number, line in enumerate(page.read_text().split("\n"), 1) if len(line) > 120]
     assert not long, f"lines {long}"

@@ -47,7 +47,8 @@ More methods, streams, seeds or values for a study that is there:
 Runs are trained in the order of the grid, block after block and seed by seed, so that what has finished when time
 runs out can be compared.
 
-A recipe may say what the study is to show ([[compare.claims]], see docs/lab.md): the claims are tested at the end.
+A recipe can state what the study should show ([[compare.claims]], see docs/lab/compare.md); its claims are tested at
+the end.
 
 What it would take, without doing it:
 
