@@ -1,6 +1,8 @@
 """Every test of the routing library runs on every backend."""
 
+import ast
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +33,17 @@ def backend_of_test(request):
     name = getattr(request, "param", None)
     with contextlib.nullcontext() if name is None else temper.use_backend(name):
         yield name
+
+
+@pytest.fixture
+def suites_of():
+    """Finds the names of the parts that have a suite, in whichever test file it stands."""
+
+    def names(base):
+        trees = [ast.parse(path.read_text()) for path in Path(__file__).parent.glob("test_*.py")]
+        classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        suites = [node for node in classes if base in map(ast.unparse, node.bases)]
+        fields = [field for suite in suites for field in suite.body if isinstance(field, ast.Assign)]
+        return {ast.literal_eval(field.value) for field in fields if ast.unparse(field.targets[0]) == "name"}
+
+    return names

@@ -52,7 +52,7 @@ class TestSinkhornColumnsLast(MixerSuite):
 class TestSinkhornTolerance(MixerSuite):
     name = "sinkhorn"
     options: ClassVar = {"tol": 1e-3, "iters": 50}
-    column_error = 1e-3
+    limit_error = 1e-3
 
     def matrix(self, mixer, logits):
         matrix = logits.exp()
@@ -94,8 +94,9 @@ class TestKronecker(MixerSuite):
         return matrix
 
 
-def test_every_mixer_has_a_suite():
-    assert {cls.name for cls in MixerSuite.__subclasses__()} >= set(Mixer.members)
+def test_every_mixer_has_a_suite(suites_of):
+    built_in = {name for name, kind in Mixer.members.items() if kind.__module__.startswith("temper.")}
+    assert suites_of("MixerSuite") >= built_in
 
 
 def test_the_guarded_form_adds_eps_where_deepseek_does():
@@ -108,6 +109,61 @@ def test_the_guarded_form_adds_eps_where_deepseek_does():
         expected = expected / (expected.sum(-2, keepdim=True) + eps)
         expected = expected / (expected.sum(-1, keepdim=True) + eps)
     torch.testing.assert_close(Mixer.named("sinkhorn")(4, iters=5, eps=eps)(logits), expected, rtol=1e-12, atol=0)
+
+
+def test_what_sinkhorn_promises_of_each_axis_depends_on_its_options():
+    def facts(**options):
+        mixer = Mixer.named("sinkhorn")(4, **options)
+        rows = mixer(torch.ones(4, 4, dtype=torch.float64)).sum(-1)
+        assert (mixer.row_stochastic == "exact") <= bool((rows - 1).abs().max() < 1e-12)
+        return mixer.row_stochastic, mixer.column_stochastic
+
+    assert facts() == ("exact", "limit")
+    assert facts(last="columns") == ("limit", "exact")
+    assert facts(eps=1e-6) == ("limit", "limit")
+
+
+def test_the_columns_of_sinkhorn_converge():
+    logits = torch.randn(7, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    errors = [(Mixer.named("sinkhorn")(6, iters=n)(logits).sum(-2) - 1).abs().max().item() for n in (2, 20, 200)]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-12
+
+
+class Negative(Mixer):
+    """Rows and columns that sum to one with entries below zero: a promise that is not kept."""
+
+    row_stochastic = column_stochastic = "exact"
+
+    @classmethod
+    def logit_shape_for(cls, num_streams):
+        return (num_streams,)
+
+    def mix(self, logits):
+        return 2 * torch.eye(4) - torch.full((4, 4), 0.25) + 0 * logits[..., None]
+
+
+class RowsOnly(Negative):
+    row_stochastic, column_stochastic = "exact", "no"
+
+    def mix(self, logits):
+        return logits.softmax(-1)[..., None, :].expand(*logits.shape, 4)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("mixer", "facts"), [(Negative, {}), (RowsOnly, {"column_stochastic": "exact"})])
+def test_the_suite_catches_a_promise_that_is_not_kept(monkeypatch, mixer, facts):
+    for name, fact in facts.items():
+        monkeypatch.setattr(mixer, name, fact)
+    monkeypatch.setattr(MixerSuite, "build", lambda suite, num_streams: mixer(num_streams))
+    with pytest.raises(AssertionError):
+        MixerSuite().test_as_stochastic_as_it_says(4)
+
+
+@pytest.mark.once
+def test_a_row_stochastic_mixer_is_held_to_its_rows_alone(monkeypatch):
+    monkeypatch.setattr(MixerSuite, "build", lambda suite, num_streams: RowsOnly(num_streams))
+    MixerSuite().test_as_stochastic_as_it_says(4)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6])

@@ -193,7 +193,7 @@ def test_a_token_depends_on_that_token_alone(name):
     """Among ordinary tokens every extreme one: the ordinary get the same bits as without them."""
     options = dict(ALONE[name])
     config = temper.preset(options.pop("preset"), num_streams=4, dim=7, **options)
-    hc = spread(temper.HyperConnection(config))
+    hc, following = (spread(temper.HyperConnection(config, layer_index=index)) for index in range(2))
     ordinary, y = normal(19, 4, 7, seed=1), normal(19, 7, seed=2)
     for dtype in (torch.float32, torch.float64, *HALVES):
         limits = torch.finfo(dtype)
@@ -209,7 +209,8 @@ def test_a_token_depends_on_that_token_alone(name):
         for tokens in (ordinary, mixed):
             streams, branch = (tensor.detach().to(dtype).requires_grad_() for tensor in (tokens, y))
             x, state = hc.begin(streams)
-            outputs = (x, *state.routing, hc.finish(state, branch))
+            chained, last = hc.finish_into(following, state, branch)
+            outputs = (x, *state.routing, hc.finish(state, branch), chained, following.finish(last, branch))
             grads = [normal(*output.shape, seed=k).to(output.dtype) for k, output in enumerate(outputs)]
             results.append([*outputs, *torch.autograd.grad(outputs, [streams, branch], grads)])
         for k, (alone, among) in enumerate(zip(*results, strict=True)):

@@ -173,7 +173,7 @@ def test_registered_inside_a_test_and_usable_everywhere():
     class Circulant(temper.Mixer, name="circulant"):
         """res = a softmax-weighted sum of the N cyclic shifts: exactly doubly stochastic."""
 
-        doubly_stochastic = "exactly"
+        row_stochastic = column_stochastic = "exact"
 
         @classmethod
         def logit_shape_for(cls, num_streams):

@@ -17,8 +17,8 @@ from temper_lab.io import FileError, atomic_write, brief, parse_json, read_text
 
 BOS = "<|bos|>"
 FILE_NAME = "tokenizer.json"
-# 256 bytes and the BOS.
-MIN_VOCAB_SIZE = 257
+# 256 bytes and the BOS; and no more than a model can have (the backend would set memory aside for all of them).
+MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 1 << 24
 
 SPLIT_PATTERN = "|".join(
     (
@@ -55,8 +55,12 @@ class Tokenizer:
         Args:
             vocab_size: with the bytes and the BOS; too little text to find that many tokens gives a smaller one.
         """
-        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < MIN_VOCAB_SIZE:
-            raise ValueError(f"vocab_size is {vocab_size!r}; expected at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
+        is_whole = isinstance(vocab_size, int) and not isinstance(vocab_size, bool)
+        if not is_whole or not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size is {brief(vocab_size)}; expected at least {MIN_VOCAB_SIZE} (256 bytes and {BOS}) "
+                f"and at most {MAX_VOCAB_SIZE:,}"
+            )
         if isinstance(texts, str):
             raise ValueError("texts is one string; expected an iterable of strings")
         backend = Backend(models.BPE())

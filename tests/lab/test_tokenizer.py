@@ -123,7 +123,7 @@ def test_bytes_per_token(tokenizer):
         tokenizer.bytes_per_token([])
 
 
-@pytest.mark.parametrize("vocab_size", [256, 0, -1, True, 300.0])
+@pytest.mark.parametrize("vocab_size", [256, 0, -1, True, 300.0, 2**31, 10**400])
 def test_bad_vocab_size(vocab_size):
     with pytest.raises(ValueError, match=r"vocab_size .* at least 257"):
         Tokenizer.train(TEXTS, vocab_size)

@@ -13,7 +13,6 @@ from temper.connection import HyperConnection
 from temper.convert.moments import Moment, routed_sites
 from temper.convert.sensitivity import Sensitivities
 from temper.generators import Generator
-from temper.generators.per_stream import PerStream
 from temper.router import Head
 
 # Ridge on the sensitivity, relative to its mean: calibration text under-samples it.
@@ -69,11 +68,8 @@ def targets_of(
                 raise ValueError(f"{what} has nothing of {name!r}; expected those of this model")
         for head in site.config.heads:
             generator = getattr(site, head).generator
-            if isinstance(generator, PerStream):
-                raise ValueError(
-                    f"{name}: {head} is a per-stream generator (HC's), one small map that all streams share; "
-                    "a low-rank form of it would be larger or lose streams, so there is nothing to compress"
-                )
+            if reason := generator.incompressible():
+                raise ValueError(f"{name}: {head} is a {generator.name} generator, nothing to compress: {reason}")
             if not all(torch.isfinite(tensor).all() for tensor in generator.state_dict().values()):
                 raise ValueError(f"{name}: {head} has values that are not finite")
             moment = None if moments is None else moments[name]

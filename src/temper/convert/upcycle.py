@@ -82,7 +82,7 @@ def _start(site: HyperConnection, pre: Tensor, post: Tensor) -> None:
     site.reset_parameters()
     silent = [site.pre, site.post]
     # Doubly stochastic mixing preserves the mean whatever its logits are.
-    if site.mixer.doubly_stochastic != "exactly":
+    if (site.mixer.row_stochastic, site.mixer.column_stochastic) != ("exact", "exact"):
         silent.append(site.res)
     for head in silent:
         head.generator.zero_output()

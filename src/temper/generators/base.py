@@ -60,6 +60,11 @@ class Generator(Registered, nn.Module, family="generator"):
         return in_modes, out_modes
 
     @classmethod
+    def incompressible(cls) -> str | None:
+        """Why a low-rank form of this generator makes no sense, or None if it does."""
+        return None
+
+    @classmethod
     def resolve_rank(cls, in_modes: Modes, out_modes: Modes, rank: Rank) -> Rank:
         """The rank in full: defaults filled in, fractions turned into numbers, limits checked."""
         return None

@@ -35,6 +35,12 @@ class PerStream(Dense, name="per-stream"):
         return in_modes, out_modes
 
     @classmethod
+    def incompressible(cls) -> str:
+        return (
+            "it is one small map that all streams share (HC's); a low-rank form of it would be larger or lose streams"
+        )
+
+    @classmethod
     def shapes(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> Shapes:
         return {"weight": in_modes[1:] + out_modes[:-1]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from temper.ops import backend
 from temper.ops.plan import MixerSpec, SiteSpec
 from temper.registry import Registered
+
+# How far the sums along one axis of res are one: for all logits ("exact"), as the mixer's own approximation converges
+# ("limit"), or with no promise ("no"). The first two also promise that no entry is negative.
+Stochastic = Literal["exact", "limit", "no"]
 
 
 class Growth(NamedTuple):
@@ -36,8 +40,9 @@ class Mixer(Registered, nn.Module, family="mixer"):
     device and `native` on a CPU. See docs/adding-a-mixer.md.
     """
 
-    # Whether rows and columns of res sum to one: "exactly", "rows" (columns as it converges), or "no".
-    doubly_stochastic: ClassVar[str] = "no"
+    # Whether the rows of res sum to one, and whether its columns do. A mixer may set them from its options.
+    row_stochastic: Stochastic = "no"
+    column_stochastic: Stochastic = "no"
 
     def __init__(self, num_streams: int) -> None:
         super().__init__()
@@ -96,6 +101,11 @@ class Mixer(Registered, nn.Module, family="mixer"):
     def has_vjp(self) -> bool:
         """Whether there is a `vjp` for these options."""
         return type(self).vjp is not Mixer.vjp
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether every entry of res is between zero and one, as rows or columns that sum to one make it."""
+        return self.row_stochastic != "no" or self.column_stochastic != "no"
 
     def lipschitz(self) -> float:
         """A proved L with ||res(a) - res(b)||_F <= L ||a - b||_F + slack for all logits a and b."""

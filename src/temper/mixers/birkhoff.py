@@ -24,7 +24,8 @@ class Birkhoff(Mixer, name="birkhoff"):
     Reference: Birkhoff, 1946; Yang et al., mHC-lite, 2026.
     """
 
-    doubly_stochastic = "exactly"
+    row_stochastic = "exact"
+    column_stochastic = "exact"
 
     def __init__(self, num_streams: int) -> None:
         super().__init__(num_streams)

@@ -15,7 +15,8 @@ class Identity(Mixer, name="identity"):
     A head without logits has no generator, gate or bias, so `res` adds no parameters.
     """
 
-    doubly_stochastic = "exactly"
+    row_stochastic = "exact"
+    column_stochastic = "exact"
 
     @classmethod
     def logit_shape_for(cls, num_streams: int) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ class Kronecker(Mixer, name="kronecker"):
     Reference: Zhou et al., KromHC, 2026.
     """
 
-    doubly_stochastic = "exactly"
+    row_stochastic = "exact"
+    column_stochastic = "exact"
 
     def __init__(self, num_streams: int) -> None:
         super().__init__(num_streams)

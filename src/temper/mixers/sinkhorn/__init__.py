@@ -36,8 +36,6 @@ class Sinkhorn(Mixer, name="sinkhorn"):
     Reference: Sinkhorn, 1964; Xie et al., mHC, 2026.
     """
 
-    doubly_stochastic = "rows"
-
     def __init__(
         self,
         num_streams: int,
@@ -62,6 +60,9 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         if method == "newton" and eps:
             raise ValueError(f"sinkhorn eps is {eps!r} with method 'newton'; the limit needs no guard: leave eps at 0")
         self.iters, self.tol, self.last, self.eps, self.method = iters, tol, last, eps, method
+        # The guard keeps even the axis normalised last from summing to one, by about eps.
+        self.row_stochastic = "exact" if last == "rows" and not eps else "limit"
+        self.column_stochastic = "exact" if last == "columns" and not eps else "limit"
 
     @classmethod
     def logit_shape_for(cls, num_streams: int) -> tuple[int, ...]:

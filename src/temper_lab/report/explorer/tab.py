@@ -11,7 +11,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from temper.mixers import Mixer
 from temper_lab.load import load
 from temper_lab.model import GPT
 from temper_lab.progress import Bar
@@ -139,9 +138,7 @@ def _of_study(folder: Path, results: Mapping[str, Any]) -> list[tuple[Subject, b
 def _read(subject: Subject, model: GPT, tokenizer: Any, texts: Sequence[str]) -> Traced:
     traces = [trace(model, tokenizer, text) for text in texts]
     routing = model.config.routing()
-    bounded = routing.is_residual or (
-        routing.gates == "sigmoid" and Mixer.named(routing.mixer.name).doubly_stochastic != "no"
-    )
+    bounded = routing.is_residual or (routing.gates == "sigmoid" and routing.build_mixer().is_bounded)
     weights = live.tensors(model)
     entry = {
         "title": subject.title,
