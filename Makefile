@@ -2,22 +2,28 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LAB := $(VENV)/.lab
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Two processes with a thread each beat one with two: the tests are many and small.
 JOBS ?= 2
 
-.PHONY: setup demo test fuzz lint browser triton docs bench clean
+.PHONY: setup demo test fuzz lint browser triton docs dist bench clean
 
 setup: $(STAMP)
 
 # Installed again whenever what to install has changed; constraints.txt keeps torch a CPU build.
-$(STAMP): pyproject.toml constraints.txt
+$(LAB): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TEMPER needs Python 3.11 or newer, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,tensorboard,dev]'
+	$(PIP) -e '.[lab]'
+	touch $(LAB)
+
+$(STAMP): $(LAB)
+	$(PIP) -e '.[lab,tensorboard,dev]'
 	touch $(STAMP)
 
-demo: setup
+demo: $(LAB)
 	$(BIN)/temper compare --recipe demo --out demo
 	$(BIN)/temper report demo
 
@@ -51,13 +57,18 @@ lint: setup
 
 # A broken link, a warning or a public name without a docstring fails the build.
 docs: setup
-	test -f $(VENV)/.docs || { $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' \
-	  && touch $(VENV)/.docs; }
+	test -f $(VENV)/.docs || { $(PIP) -e '.[docs]' && touch $(VENV)/.docs; }
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "the site is in build/site: $(BIN)/python -m http.server --directory build/site"
+
+# Source distribution and wheel, then the wheel in a fresh environment with torch alone.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	TEMPER_DIST=dist $(BIN)/python -m pytest -m slow tests/test_dist.py
 
 bench: setup
 	$(BIN)/temper bench --out bench/bench.json --plot bench/bench.png
 
 clean:
-	rm -rf $(VENV) demo bench build src/*.egg-info
+	rm -rf $(VENV) demo bench build dist src/*.egg-info

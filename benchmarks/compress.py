@@ -25,14 +25,15 @@ import torch
 from torch import Tensor
 
 from temper.convert import compress, moments, sensitivities
+from temper_lab.console import Bar, duration
 from temper_lab.data import Loader, open_corpus, validation_batches
 from temper_lab.eval import bits_per_byte
-from temper_lab.figures import check_target, save
 from temper_lab.io import atomic_write
-from temper_lab.load import load
+from temper_lab.method import parse_rank
 from temper_lab.model import GPT
-from temper_lab.progress import Bar, duration
-from temper_lab.ranks import parse_rank
+from temper_lab.report.palette import GENERATORS, MARKERS, PLAIN, STYLES, TRAINED
+from temper_lab.report.plots_mpl import check_target, save
+from temper_lab.train.model_dir import load
 
 RANKS = {
     "tucker": ["1x1", "2x2", "2x4", "2x12", "3x24", "4x48"],
@@ -40,7 +41,6 @@ RANKS = {
     "tt": ["1x1", "2x2", "3x4", "4x4"],
 }
 WAYS = ("plain", "weights", "calibrated")
-COLORS = {"tucker": "#c62828", "cp": "#1565c0", "tt": "#2e7d32"}
 DASHES = {"plain": ":", "weights": "--", "calibrated": "-"}
 # Batches whose predictions are compared one by one with the dense model's.
 COMPARED = 4
@@ -196,7 +196,7 @@ def draw(points: list[Point], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    for form, color in COLORS.items():
+    for form, look in GENERATORS.items():
         for way, dash in DASHES.items():
             curve: dict[int, list[Point]] = {}
             for point in points:
@@ -207,17 +207,15 @@ def draw(points: list[Point], path: Path) -> None:
             sizes = sorted(curve)
             for axes, number in ((left, "lost"), (right, "moved")):
                 values = [statistics.fmean(point[number] for point in curve[size]) for size in sizes]
-                axes.plot(
-                    sizes, values, dash, color=color, marker="o", markersize=3, linewidth=1.3, label=f"{form}, {way}"
-                )
+                shape = {"color": look.color, "marker": MARKERS[look.marker], "markersize": 4, "linewidth": 1.3}
+                axes.plot(sizes, values, dash, label=f"{form}, {way}", **shape)
     for point in points:
         if point["form"] == "dense":
-            left.axvline(point["added"], color="#9e9e9e", linewidth=0.8, zorder=0)
-    left.axhline(0, color="#424242", linewidth=1, zorder=0, label="dense, as trained")
+            left.axvline(point["added"], color=PLAIN.color, linewidth=0.8, zorder=0)
+    left.axhline(0, color=STYLES["mhc"].color, linewidth=1, zorder=0, label="dense, as trained")
     for index, point in enumerate(point for point in points if point["form"] == "trained"):
-        left.plot(
-            point["added"], point["lost"], "x", color="#ef6c00", label=None if index else "low rank from the start"
-        )
+        label = None if index else "low rank from the start"
+        left.plot(point["added"], point["lost"], MARKERS[TRAINED.marker], color=TRAINED.color, label=label)
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlabel("added parameters")

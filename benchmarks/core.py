@@ -22,7 +22,7 @@ from core_bundles import random_gpt
 
 from temper_lab.data import open_corpus
 from temper_lab.eval.core import evaluate_task, load_bundle
-from temper_lab.eval.models import Ours
+from temper_lab.eval.models import LabModel
 from temper_lab.tokenizer import Tokenizer
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = Tokenizer.train(open_corpus("sotu").texts(), arguments.vocab_size)
     network = random_gpt(tokenizer.vocab_size, arguments.context, preset=arguments.preset, depth=arguments.depth)
-    model = Ours(network, tokenizer)
+    model = LabModel(network, tokenizer)
     entries = {entry["label"]: entry for entry in core_reference.tasks(arguments.bundle)}
     # Whatever happens only once happens here.
     network(torch.zeros(1, arguments.context, dtype=torch.long))

@@ -4,7 +4,7 @@ import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedModel
 
 import temper
-from temper_lab.deepseek import to_deepseek, to_temper
+from temper_lab.interop.deepseek import to_deepseek, to_temper
 
 
 def tiny() -> DeepseekV4ForCausalLM:

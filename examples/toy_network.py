@@ -1,8 +1,8 @@
-"""A small routed transformer learns the Zen of Python by heart, beside a plain residual one.
+"""A small routed transformer memorizes the Zen of Python, beside a plain residual one.
 
 All methods see the same batches in the same order, and their branches start from the same weights.
 
-    python examples/toy_network.py --out demo
+    python examples/toy_network.py --out toy
 """
 
 from __future__ import annotations
@@ -126,14 +126,18 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from temper_lab.figures import save
+    from temper_lab.report.palette import DASHES, styles_of
+    from temper_lab.report.plots_mpl import save
 
     figure, axes = plt.subplots(figsize=(7, 4))
+    looks = styles_of(result["method"] for result in results)
     for result in results:
         losses = torch.tensor(result["losses"])
         window = max(1, len(losses) // 40)
         smooth = losses.unfold(0, window, 1).mean(-1)
-        axes.plot(range(window, len(losses) + 1), smooth, label=result["method"])
+        look = looks[result["method"]]
+        shape = {"color": look.color, "linestyle": DASHES[look.dash]}
+        axes.plot(range(window, len(losses) + 1), smooth, label=result["method"], **shape)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (running mean)")
     axes.set_title("The Zen of Python by heart, same batches for every method", fontsize=11)
@@ -145,9 +149,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo"), help="folder for toy.json and toy.png (default: demo)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("toy"), help="folder for toy.json and toy.png (default: toy)")
     parser.add_argument("--steps", type=int, default=400, help="training steps per method (default: 400)")
     parser.add_argument("--streams", type=int, default=4, help="residual streams N (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")

@@ -102,6 +102,54 @@ def run(kernels, case):
     return results | {"d_streams": d_streams} | dict(zip(names, d_folded[:3], strict=True))
 
 
+CHAINED = ("next", "x", "weights", "d_next", "d_in_map", "d_out", "d_bias", "d_y", "d_weights")
+
+
+def run_chained(kernels, case):
+    """The chained operation and its backward: the site is followed by one with the same weights."""
+    streams, y, folded, spec, mixer = case.streams, case.y, case.folded, case.spec, case.mixer
+    weights = kernels.begin(streams, folded, spec, mixer)[1].weights
+    following, x, routed = kernels.finish_begin(streams, y, weights, folded, spec, mixer)
+    later = (case.grad, case.d_x, case.d_weights, following, folded, routed)
+    d_next, d_folded, *rest = kernels.finish_begin_backward(*later, streams, y, weights, spec, mixer)
+    return dict(zip(CHAINED, (following, x, routed.weights, d_next, *d_folded[:3], *rest), strict=True))
+
+
+def run_one_by_one(kernels, case):
+    """The same by two operations each way."""
+    streams, y, folded, spec, mixer = case.streams, case.y, case.folded, case.spec, case.mixer
+    weights = kernels.begin(streams, folded, spec, mixer)[1].weights
+    following = kernels.finish(streams, y, weights, spec)
+    x, routed = kernels.begin(following, folded, spec, mixer)
+    later = (case.grad, case.d_x, case.d_weights, following, folded, routed)
+    d_next, d_folded = kernels.begin_backward(*later, spec, mixer)
+    rest = kernels.finish_backward(d_next, streams, y, weights, spec)
+    return dict(zip(CHAINED, (following, x, routed.weights, d_next, *d_folded[:3], *rest), strict=True))
+
+
+def expected_chained(case):
+    """The same from the definition in float64; streams between the sites are rounded as they are stored."""
+    stored, spec, mixer = case.streams.dtype, case.spec, case.mixer
+    streams, y = case.streams.double(), case.y.double().requires_grad_()
+    folded = FoldedWeights(*(tensor.double().requires_grad_() for tensor in case.folded[:3]))
+    weights = naive.begin(streams, folded, spec, mixer)[1].detach().requires_grad_()
+    following = naive.finish(streams, y, weights, spec)
+    later = following.detach().to(stored).double().requires_grad_()
+    x, routing = naive.begin(later, folded, spec, mixer)
+    mixed = spec.split(routing.detach()).res @ later
+    pairs = [(mixed, case.grad), (x, case.d_x), (routing, case.d_weights)]
+    d_next, *d_folded = _slopes(pairs, (later, *folded[:3]))
+    rest = _slopes([(following, d_next.to(stored))], (y, weights))
+    results = (following, x, routing, d_next, *d_folded, *rest)
+    return {name: value.detach() for name, value in zip(CHAINED, results, strict=True)}
+
+
+def _slopes(pairs, leaves):
+    outputs, cotangents = zip(*[(o, c.double()) for o, c in pairs if c is not None], strict=True)
+    found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+    return [torch.zeros_like(leaf) if slope is None else slope for leaf, slope in zip(leaves, found, strict=True)]
+
+
 def expected(case):
     """The same from the definition, differentiated by autograd, in float64."""
     tensors = (case.streams, case.y, *case.folded[:3])
@@ -109,11 +157,7 @@ def expected(case):
     x, weights = naive.begin(streams, FoldedWeights(*folded), case.spec, case.mixer)
     following = naive.finish(streams, y, weights, case.spec)
     pairs = [(following, case.grad), (x, case.d_x), (weights, case.d_weights)]
-    used = [(output, cotangent.double()) for output, cotangent in pairs if cotangent is not None]
-    leaves = [streams, y, *folded]
-    outputs, cotangents = zip(*used, strict=True)
-    gradients = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
-    gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
+    gradients = _slopes(pairs, [streams, y, *folded])
     names = ("d_streams", "d_y", "d_in_map", "d_out", "d_bias")
     results = {"x": x, "weights": weights, "next": following} | dict(zip(names, gradients, strict=True))
     if case.grad is None:

@@ -11,6 +11,7 @@ import temper
 BACKENDS = ("naive", "fused", "cpu")
 # What says something about the mathematics of a site, however it is computed.
 EVERYWHERE = (
+    "test_chain",
     "test_connection",
     "test_foreign",
     "test_grid",

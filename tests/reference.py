@@ -107,7 +107,7 @@ def unconstrained(logits, num_streams):
     return logits
 
 
-def sinkhorn(logits, num_streams, iters=20, tol=None, last="rows", eps=0.0, method="plain"):
+def sinkhorn(logits, num_streams, iters=20, tol=None, last="rows", eps=0.0, clamp=False, method="plain"):
     """Division by column sums and row sums in turn; each token stops after the first round that is within tol.
 
     The limit that "newton" goes to is a plain iteration that is never stopped but by float64 itself.
@@ -119,6 +119,10 @@ def sinkhorn(logits, num_streams, iters=20, tol=None, last="rows", eps=0.0, meth
     for token in logits:
         matrix = torch.exp(token - token.detach().amax(dim=first_axis, keepdim=True))
         for k in range(iters):
+            if clamp:
+                matrix = matrix / matrix.sum(dim=first_axis, keepdim=True).clamp(min=eps)
+                matrix = matrix / matrix.sum(dim=last_axis, keepdim=True).clamp(min=eps)
+                continue
             if k == 0:
                 matrix = matrix / matrix.sum(dim=first_axis, keepdim=True) + eps
             else:
@@ -194,8 +198,11 @@ def reference_forward(state, config, streams, y, *, weights=None, mix=None):
 
     square = streams**2
     mean = square.mean(dim=2, keepdim=True) if config.norm == "per-stream" else square.mean(dim=(1, 2), keepdim=True)
-    mean = mean.clamp(min=config.norm_eps) if config.norm_clamp else mean + config.norm_eps
-    normed = streams / mean.sqrt() * gain(state, config)
+    if config.norm_outside:
+        root = mean.sqrt() + config.norm_eps
+    else:
+        root = (mean.clamp(min=config.norm_eps) if config.norm_clamp else mean + config.norm_eps).sqrt()
+    normed = streams / root * gain(state, config)
 
     logits = {}
     for head in HEADS:

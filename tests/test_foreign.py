@@ -9,6 +9,7 @@ import temper
 from temper.convert import export_foreign, load_foreign
 
 HYPER_CONN = ["hyper_conn.mhc", "hyper_conn.mhc_lite", "hyper_conn.kromhc"]
+MEGATRON = ["megatron.mhc", "megatron.mhc_guarded"]
 
 
 def num_logits(source, n):
@@ -21,7 +22,10 @@ def num_logits(source, n):
 def random_weights(source, n, d, dtype, scale=0.3):
     torch.manual_seed(n * d)
     c = n * d
-    if source == "deepseek_v4":
+    if source in MEGATRON:
+        shapes = {"mapping_proj.weight": (n * (2 + n), c), "bias": (n * (2 + n),)}
+        shapes |= {"alpha_pre": (1,), "alpha_post": (1,), "alpha_res": (1,)}
+    elif source == "deepseek_v4":
         shapes = {"fn": (n * (2 + n), c), "base": (n * (2 + n),), "scale": (3,)}
     else:
         k = num_logits(source, n)
@@ -93,7 +97,31 @@ def deepseek(source, w, streams, y):
     return x, torch.einsum("...st,...sd->...td", comb, streams) + post.unsqueeze(-1) * y.unsqueeze(-2)
 
 
-THEIRS = {**dict.fromkeys(HYPER_CONN, hyper_conn), "deepseek_v4": deepseek}
+def megatron(source, w, streams, y):
+    n, d = streams.shape[-2:]
+    flat = streams.flatten(-2)
+    r = 1 / (flat.norm(dim=-1, keepdim=True) / (n * d) ** 0.5 + 1e-6)
+    alpha = torch.cat([w["alpha_pre"].expand(n), w["alpha_post"].expand(n), w["alpha_res"].expand(n * n)])
+    logits = r * (flat @ w["mapping_proj.weight"].T) * alpha + w["bias"]
+    pre, post, res = logits[..., :n].sigmoid(), 2 * logits[..., n : 2 * n].sigmoid(), logits[..., 2 * n :]
+    res = res.unflatten(-1, (n, n))
+    if source == "megatron.mhc":
+        res = (res - res.amax(-1, keepdim=True)).exp()
+        for _ in range(20):
+            res = res / res.sum(-1, keepdim=True).clamp(min=1e-6)
+            res = res / res.sum(-2, keepdim=True).clamp(min=1e-6)
+    else:
+        pre = pre + 1e-6
+        res = res.softmax(-1) + 1e-6
+        res = res / (res.sum(-2, keepdim=True) + 1e-6)
+        for _ in range(19):
+            res = res / (res.sum(-1, keepdim=True) + 1e-6)
+            res = res / (res.sum(-2, keepdim=True) + 1e-6)
+        res = res.mT
+    return (pre.unsqueeze(-1) * streams).sum(-2), res @ streams + post.unsqueeze(-1) * y.unsqueeze(-2)
+
+
+THEIRS = {**dict.fromkeys(HYPER_CONN, hyper_conn), "deepseek_v4": deepseek, **dict.fromkeys(MEGATRON, megatron)}
 CASES = [(source, n) for source in THEIRS for n in (2, 3, 4, 8)]
 CASES = [
     (source, n)
@@ -124,16 +152,33 @@ def test_theirs_computes_what_ours_computes(source, n, dtype, tolerance):
         assert (one - other).abs().max() <= tolerance * other.abs().max().clamp_min(1)
 
 
-@pytest.mark.parametrize("source", HYPER_CONN)
+@pytest.mark.parametrize("source", [*HYPER_CONN, *MEGATRON])
 def test_a_token_of_zeros(source):
     weights = random_weights(source, 4, 6, torch.float64)
     hc = load_foreign(source, weights, num_streams=4, dim=6)
     streams = torch.zeros(2, 4, 6, dtype=torch.float64)
     y = torch.randn(2, 6, dtype=torch.float64)
     x, state = hc.begin(streams)
-    expected = hyper_conn(source, weights, streams, y)
+    expected = THEIRS[source](source, weights, streams, y)
     torch.testing.assert_close(x, expected[0])
     torch.testing.assert_close(hc.finish(state, y), expected[1])
+
+
+@pytest.mark.parametrize("source", MEGATRON)
+def test_megatrons_guards_where_they_matter(source):
+    """Streams as small as the guard of the norm, and logits so far apart that sums fall under the one of Sinkhorn."""
+    weights = random_weights(source, 4, 6, torch.float64)
+    weights["bias"] = weights["bias"].clone()
+    # Nobody takes from stream 2.
+    weights["bias"][8:].view(4, 4)[:, 2] -= 30
+    hc = load_foreign(source, weights, num_streams=4, dim=6)
+    streams = (1e-6 * torch.randn(5, 4, 6, dtype=torch.float64)).requires_grad_()
+    y = torch.randn(5, 6, dtype=torch.float64)
+    x, state = hc.begin(streams)
+    ours, theirs = (x, hc.finish(state, y)), megatron(source, weights, streams, y)
+    grads = [torch.autograd.grad(1e6 * one.sum() + other.sin().sum(), streams)[0] for one, other in (ours, theirs)]
+    for one, other in zip((*ours, grads[0]), (*theirs, grads[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-16)
 
 
 @pytest.mark.parametrize(("source", "n"), CASES)
@@ -155,10 +200,11 @@ def test_the_way_back_is_exact(source, n):
         ("hyper_conn.kromhc", "temper-slim", {}),
         ("deepseek_v4", "temper-tucker", {"eps": 1e-6, "pre_eps": 1e-6}),
         ("deepseek_v4", "temper-cp", {"eps": 1e-6, "pre_eps": 1e-6, "gain": "none"}),
+        ("megatron.mhc", "temper-tucker", {"eps": 1e-6, "clamp": True, "last": "columns", "norm_outside": True}),
     ],
 )
 def test_a_compact_site_goes_into_their_dense_module(target, name, settings):
-    if target != "deepseek_v4":
+    if target.startswith("hyper_conn"):
         settings = settings | {"norm_eps": 1e-24 / 24, "norm_clamp": True}
     hc = temper.HyperConnection(temper.preset(name, num_streams=4, dim=6, **settings), layer_index=2).double()
     with torch.no_grad():
@@ -285,3 +331,7 @@ def test_a_site_their_module_has_no_setting_for():
         export_foreign("deepseek_v4", torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="mapping"):
         load_foreign("deepseek_v4", [1], num_streams=4, dim=6)
+    with pytest.raises(ValueError, match="a key of state_dict is 3; expected names"):
+        load_foreign("deepseek_v4", {3: torch.ones(2)}, num_streams=4, dim=6)
+    with pytest.raises(ValueError, match="num_streams is 0"):
+        load_foreign("hyper_conn.kromhc", {}, num_streams=0, dim=8)

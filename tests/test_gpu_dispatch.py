@@ -12,7 +12,7 @@ import torch
 
 import temper
 from temper.ops import backend, gpu
-from temper.ops.gpu import tiles
+from temper.ops.gpu import launch, tiles
 
 pytestmark = pytest.mark.once
 HERE = Path(__file__).parent
@@ -121,3 +121,49 @@ def test_tiles_come_from_the_table_or_from_a_file(tmp_path, monkeypatch):
                 tiles.tile("read", 4, "sm_90")
     finally:
         tiles._table.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "dtype", "is_chained", "is_chained_backward"),
+    [
+        (4, torch.bfloat16, True, True),
+        (16, torch.bfloat16, True, True),
+        (4, torch.float32, True, True),
+        (8, torch.float32, False, True),
+        (16, torch.float32, False, False),
+    ],
+)
+def test_sites_are_chained_where_the_kernels_fit(num_streams, dtype, is_chained, is_chained_backward):
+    with torch.device("meta"), torch.no_grad():
+        site = temper.HyperConnection(temper.preset("temper-cp", num_streams=num_streams, dim=64))
+        folded, spec = site.fold(torch.float32), site.spec
+        streams, y = torch.empty(32, num_streams, 64, dtype=dtype), torch.empty(32, 64, dtype=dtype)
+        weights = torch.empty(32, spec.num_weights)
+        with launch.recorded() as forward:
+            _, routed = launch.finish_begin(streams, streams, y, weights, folded, spec)
+        with launch.recorded() as backward:
+            later = (streams, y, weights, streams, folded, routed)
+            launch.finish_begin_backward(*later, streams, y, weights, spec)
+    forward, backward = ([entry.kernel for entry in found] for found in (forward, backward))
+    assert ("write_project" in forward) == is_chained == ("project" not in forward)
+    assert ("streams_write_backward" in backward) == is_chained_backward == ("streams_backward" not in backward)
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "generator", "passes"), [(4, "cp", 3), (4, "dense", 4), (8, "cp", 3), (16, "cp", 4)]
+)
+def test_the_gradient_of_few_map_rows_takes_no_pass_of_its_own(num_streams, generator, passes):
+    """The backward of `begin` reads the streams that often, or their gradient, and writes their gradient once."""
+    with torch.device("meta"), torch.no_grad():
+        config = temper.preset("temper-cp", num_streams=num_streams, dim=64, generator=generator)
+        site = temper.HyperConnection(config)
+        folded, spec = site.fold(torch.float32), site.spec
+        streams, x = torch.empty(32, num_streams, 64, dtype=torch.bfloat16), torch.empty(32, 64, dtype=torch.bfloat16)
+        with launch.recorded() as found:
+            _, routed = launch.begin(streams, folded, spec)
+            del found[:]
+            launch.begin_backward(streams, x, routed.weights, streams, folded, routed, spec)
+    shaped = [
+        tensor for entry in found for tensor in entry.arguments.values() if getattr(tensor, "shape", 0) == streams.shape
+    ]
+    assert len(shaped) == passes + 1

@@ -24,6 +24,8 @@ pytestmark = [
 HERE = Path(__file__).parent
 # In units of the largest entry; in bfloat16 one rounding.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-6, "bfloat16": 2**-8}
+# Float32 results of bfloat16 streams: products with the other factor in two parts, half of which would be noticed.
+UNROUNDED = dict.fromkeys(("weights", "z", "norms", "d_weights", "d_in_map", "d_out", "d_bias"), 2**-16)
 
 
 def interpret(argument):
@@ -39,10 +41,14 @@ def assert_right(*wanted):
     assert done.returncode == 0, done.stderr[-3000:]
     wrong = []
     for case, errors in zip(wanted, json.loads(done.stdout), strict=True):
-        # Not "any is larger": what is not a number is wrong too.
-        tolerance = TOLERANCES[case.get("dtype", "float64")]
-        wrong += [(case, {k: v for k, v in errors.items() if not v <= tolerance})]
+        wrong += [(case, too_large(errors, case.get("dtype", "float64")))]
     assert not any(errors for _, errors in wrong), [entry for entry in wrong if entry[1]]
+
+
+def too_large(errors, dtype):
+    tolerances = dict.fromkeys(errors, TOLERANCES[dtype]) | (UNROUNDED if dtype == "bfloat16" else {})
+    # Not "is larger": what is not a number is wrong too.
+    return {name: error for name, error in errors.items() if not error <= tolerances[name]}
 
 
 def case(n, mixer="sinkhorn", generator="cp", dtype="float64", **more):
@@ -52,7 +58,7 @@ def case(n, mixer="sinkhorn", generator="cp", dtype="float64", **more):
 # Together every mixer, every generator, every padding of N and every dtype; each through all operations.
 COVERING = {
     "sinkhorn": [
-        case(4, twice=True),
+        case(4, twice=True, tokens=37),
         case(3, "sinkhorn, columns", "tucker"),
         case(4, "sinkhorn", "tucker", "bfloat16", dim=80),
         case(6, "guarded", "dense"),
@@ -68,6 +74,8 @@ COVERING = {
     "many streams": [
         case(8, "sinkhorn", "tt", "bfloat16"),
         case(16, "sinkhorn", "cp", tokens=7),
+        # More features than one program projects.
+        case(16, "unconstrained", "cp", dim=136, tokens=3),
         case(8, "kronecker", "dense", "float32", tokens=9),
         case(9, "guarded, columns", "cp", "bfloat16", tokens=5),
     ],
@@ -82,6 +90,8 @@ COVERING = {
         {"run": "in place", "n": 4, "dtype": "float32"},
         {"run": "mixer", "n": 3, "mixer": "birkhoff", "dtype": "float64"},
         {"run": "mixer", "n": 6, "mixer": "sinkhorn", "dtype": "float32"},
+        {"run": "change", "change": "two parts"},
+        {"run": "between", "n": 4, "dtype": "bfloat16"},
     ],
     "folding": [
         {"run": "fold", "names": ["cp", "tucker", "tt"], "gain": "rank-one", "n": 3, "dim": 5, "modes": [3, 3]},
@@ -118,11 +128,11 @@ GRID = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generator", ["cp", "tucker", "tt", "dense"])
 @pytest.mark.parametrize(("mixer", "n"), GRID)
-def test_the_whole_grid(mixer, n, generator):
-    tokens = 5 if n == 16 or mixer == "birkhoff" else 9
-    assert_right(*(case(n, mixer, generator, dtype, dim=24, tokens=tokens) for dtype in TOLERANCES))
+def test_the_whole_grid(mixer, n):
+    cells = itertools.product(("cp", "tucker", "tt", "dense"), TOLERANCES)
+    # Some 64 numbers a token at every N: the rounding of a float32 sum grows with its terms.
+    assert_right(*(case(n, mixer, generator, dtype, dim=64 // n, tokens=9) for generator, dtype in cells))
 
 
 @pytest.mark.slow

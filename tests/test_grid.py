@@ -286,7 +286,13 @@ def test_every_gain_and_norm(gain, norm, num_streams):
 @pytest.mark.parametrize("num_streams", [2, 3])
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"pre_eps": 0.125}, {"norm_eps": 0.5}, {"norm_eps": 1.0, "norm_clamp": True}],
+    [
+        {},
+        {"pre_eps": 0.125},
+        {"norm_eps": 0.5},
+        {"norm_eps": 1.0, "norm_clamp": True},
+        {"norm_eps": 0.5, "norm_outside": True},
+    ],
     ids=str,
 )
 def test_gates_and_guards(gates, num_streams, overrides):
@@ -294,7 +300,10 @@ def test_gates_and_guards(gates, num_streams, overrides):
     assert_matches_reference(site(config), *inputs(num_streams))
 
 
-@pytest.mark.parametrize("options", [{"iters": 3}, {"last": "columns"}, {"iters": 40, "tol": 1e-3}, {"eps": 1e-3}])
+@pytest.mark.parametrize(
+    "options",
+    [{"iters": 3}, {"last": "columns"}, {"iters": 40, "tol": 1e-3}, {"eps": 1e-3}, {"eps": 0.4, "clamp": True}],
+)
 def test_sinkhorn_options_reach_the_mixer_of_a_site(options):
     config = temper.preset("mhc", num_streams=4, dim=D, **options)
     assert config == temper.preset("mhc", num_streams=4, dim=D, mixer={"name": "sinkhorn", **options})

@@ -59,7 +59,8 @@ def compare_threads():
             for threads in (1, 2, 2):
                 torch.set_num_threads(threads)
                 assert torch.get_num_threads() == threads
-                results.append(cases.run(cpu, case))
+                chained = {f"chained {name}": value for name, value in cases.run_chained(cpu, case).items()}
+                results.append(cases.run(cpu, case) | chained)
             for name, value in results[0].items():
                 for other in results[1:]:
                     assert torch.equal(value, other[name]), (dtype, mixer, name)
@@ -138,11 +139,28 @@ def run_guarded(case, at_end, project, extra=0):
     results = {"x": x, "weights": weights, "next": following, "d_y": d_y, "d_out": d_out, "d_bias": d_bias}
     # Without `project`, what goes through the map is left to a matrix product.
     results |= {"d_streams": d_streams} if project else {"d_z": d_z}
+    if project:
+        results |= run_chain_guarded(case, weights, tokens, at_end)
     logits = torch.randn(len(streams), spec.num_logits, dtype=fold[2].dtype)
     matrices = torch.zeros(len(streams), spec.num_streams**2, dtype=logits.dtype)
     call("mixer", spec, tokens, (), [logits, None, None, matrices], at_end, dtype)
     call("mixer", spec, tokens, (), [logits, matrices, matrices, torch.zeros_like(logits)], at_end, dtype)
     return results
+
+
+def run_chain_guarded(case, weights, tokens, at_end):
+    """The two chained kernels, as above."""
+    spec, fold, streams, y = case.spec, case.folded[:3], case.streams, case.y
+    other, dtype = "" if y.dtype == streams.dtype else "_other", streams.dtype
+    routed = [blank(len(y), k, like=fold[2]) for k in (spec.num_weights, spec.num_rows, 2)]
+    outputs = [blank(*streams.shape, like=streams), blank(*y.shape, like=streams), *routed]
+    given = [streams, y, weights, *fold, *outputs]
+    following, x, *routed = call(f"finish_begin{other}", spec, tokens, (), given, at_end, dtype)[6:]
+    outputs = [blank(*tensor.shape, like=tensor) for tensor in (streams, *fold, y, weights)]
+    given = [case.grad, case.d_x, case.d_weights, following, *fold, *routed, streams, y, weights, *outputs]
+    slopes = call(f"finish_begin_backward{other}", spec, tokens, (), given, at_end, dtype)[13:]
+    values = (following, x, routed[0], *slopes)
+    return {f"chained {name}": value for name, value in zip(cases.CHAINED, values, strict=True)}
 
 
 # Every mixer, every width of what is left over, y in both formats.
@@ -167,6 +185,8 @@ def walk_between_guards(at_end):
             generator = "dense" if k % 3 == 0 else "cp"
             case = cases.make(mixer, num_streams, dim, tokens, generator=generator, dtype=dtype, y_dtype=y_dtype)
             plain = cases.run(cpu, case)
+            if operators._projects(case.spec, dtype):
+                plain |= {f"chained {name}": value for name, value in cases.run_chained(cpu, case).items()}
             for project in (1, 0):
                 for name, value in run_guarded(case, at_end, project).items():
                     # Nothing was left unwritten, and it is what torch's own memory gets.

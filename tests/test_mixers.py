@@ -209,6 +209,8 @@ def test_birkhoff_above_six_streams_says_what_it_would_take():
         ({"tol": 0.0}, "tol is 0.0"),
         ({"last": "both"}, "expected 'rows' or 'columns'"),
         ({"eps": -1e-6}, "eps is -1e-06"),
+        ({"clamp": True}, "clamp needs eps"),
+        ({"clamp": 1, "eps": 0.1}, "clamp is 1"),
     ],
 )
 def test_sinkhorn_options_are_checked(options, message):

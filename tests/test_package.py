@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import temper
+from temper_lab.cli import COMMANDS
 
 SOURCE = Path(temper.__file__).parents[1]
 
@@ -123,12 +125,12 @@ def test_temper_imports_only_itself_torch_and_the_standard_library(path):
 
 def test_operations_and_generators_know_nothing_of_what_is_above_them():
     layers = {
-        "decompose": {"decompose"},
+        "decompose": {"decompose", "registry"},
         # Generators and mixers say how the native kernels know them.
         "generators": {"decompose", "generators", "ops", "registry"},
         "mixers": {"mixers", "ops", "registry"},
         # Operations run mixers and ask them what they can do; `naive` computes every kind of gate.
-        "ops": {"gates", "mixers", "ops", "precision", "registry", "routing"},
+        "ops": {"gates", "mixers", "ops", "registry", "streams"},
     }
     for package, allowed in layers.items():
         for path in (SOURCE / "temper" / package).rglob("*.py"):
@@ -139,3 +141,23 @@ def test_operations_and_generators_know_nothing_of_what_is_above_them():
 def test_every_module_says_what_it_is():
     for path in SOURCE.rglob("temper*/**/*.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_a_module_name_occurs_once_in_the_lab():
+    lab = SOURCE / "temper_lab"
+    paths = [path for path in lab.rglob("*.py") if not path.name.startswith("__")]
+    rooms = [path.stem for path in paths if path.parent.name != "cli"]
+    assert sorted(rooms) == sorted(set(rooms))
+    # A file of cli/ is named by its command, which may have the name of what it runs.
+    commands = {module.rpartition(".")[2] for _, module in COMMANDS.values()}
+    assert {path.stem for path in paths if path.parent.name == "cli"} & set(rooms) <= commands
+
+
+def test_the_wheel_will_hold_every_file_that_is_not_python():
+    packages = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package, patterns in packages.items():
+        folder = SOURCE / package
+        held = {path for pattern in patterns for path in folder.glob(pattern)}
+        assert all(any(folder.glob(pattern)) for pattern in patterns), "a pattern without a file"
+        others = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+        assert others <= held, others - held

@@ -41,7 +41,9 @@ def test_every_trainable_parameter_in_exactly_one_group(tied):
     chosen = [id(p) for group in groups.values() for p in group["params"]]
     assert sorted(chosen) == sorted(id(p) for p in model.parameters() if p.requires_grad)
     assert {id(p) for p in groups["matrix"]["params"]} == {id(site.branch[1].weight) for site in model.sites}
-    assert {id(p) for p in groups["embedding"]["params"]} == {id(model.embedding.weight), id(model.head.weight)}
+    assert [id(p) for p in groups["embedding"]["params"]] == [id(model.embedding.weight)]
+    head = [] if tied else [model.head.weight]
+    assert [id(p) for p in groups.get("head", {"params": []})["params"]] == list(map(id, head))
     routing = {id(p) for site in model.sites for key, p in site.named_parameters() if not key.startswith("branch")}
     assert {id(p) for p in groups["routing"]["params"]} == routing
 
@@ -53,6 +55,7 @@ def test_the_optimizers_take_them_and_routing_never_decays():
     assert settings == {
         "matrix": (1e-3, 0.1),
         "embedding": (1e-3, 0.1),
+        "head": (1e-3, 0.1),
         "vector": (1e-3, 0.0),
         "routing": (0.005, 0.0),
     }
@@ -86,13 +89,42 @@ def test_more_embeddings_by_name():
     assert any(p is model.sites[0].branch[1].weight for p in groups["embedding"]["params"])
 
 
-def test_a_hidden_matrix_with_the_shape_of_the_table_is_still_a_matrix():
-    model = nn.ModuleDict(
-        {"wte": nn.Embedding(64, 16), "up": nn.Linear(16, 64, bias=False), "lm_head": nn.Linear(16, 64, bias=False)}
-    )
+def linears(**names):
+    modules = {name: nn.Linear(16, size, bias=False) for name, size in names.items()}
+    return nn.ModuleDict({"wte": nn.Embedding(64, 16), **modules})
+
+
+@pytest.mark.parametrize(
+    ("names", "head"),
+    [
+        ({"up": 64, "lm_head": 64}, ["lm_head"]),
+        ({"up": 64, "output": 64}, ["output"]),
+        ({"output": 16, "last": 64}, ["last"]),
+        # A classifier; and a hidden layer that is only called like one of the less certain names.
+        ({"up": 64, "head": 10}, ["head"]),
+        ({"output": 16}, []),
+    ],
+)
+def test_the_head_is_found_by_name_and_by_shape(names, head):
+    model = linears(**names)
     groups = by_name(model)
-    assert [id(p) for p in groups["matrix"]["params"]] == [id(model["up"].weight)]
-    assert [id(p) for p in groups["embedding"]["params"]] == [id(model["wte"].weight), id(model["lm_head"].weight)]
+    assert [id(p) for p in groups.get("head", {"params": []})["params"]] == [id(model[name].weight) for name in head]
+    others = [id(model[name].weight) for name in names if name not in head]
+    assert [id(p) for p in groups.get("matrix", {"params": []})["params"]] == others
+
+
+def test_the_head_is_never_guessed():
+    model = linears(up=64, last=64)
+    with pytest.raises(ValueError, match=r"2 matrices have the shape \(64, 16\) .*heads=\[\.\.\.\], \[\] for none"):
+        temper.param_groups(model)
+    assert by_name(model, heads=["last.*"])["head"]["params"][0] is model["last"].weight
+    assert "head" not in by_name(model, heads=[])
+    with pytest.raises(ValueError, match="heads: no trainable parameter is called 'nope'"):
+        temper.param_groups(model, heads=["nope"])
+    # A tied table is the head already, whatever else has its shape.
+    model["lm_head"] = nn.Linear(16, 64, bias=False)
+    model["lm_head"].weight = model["wte"].weight
+    assert "head" not in by_name(model)
 
 
 def test_wrapped_models_too():

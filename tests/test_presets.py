@@ -1,11 +1,14 @@
 """Presets to the parameter, overrides, configs that survive JSON, and what is refused."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import temper
+from temper.registry import check_int
 
 # SPEC section 5: per site and in 24 sites, at D = 768.
 TABLE = {
@@ -206,3 +209,25 @@ def test_registered_inside_a_test_and_usable_everywhere():
             type("Other", (temper.Mixer,), {}, name="circulant")
     finally:
         del temper.Mixer.members["circulant"]
+
+
+def test_a_preset_does_not_import_the_compiler():
+    # Drawing on the meta device would: more than a second of processor time, for nothing.
+    code = "import sys, temper; temper.preset('temper-cp', num_streams=4, dim=8); print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(("family", "lacked"), [(temper.Generator, "shapes"), (temper.Mixer, "logit_shape_for")])
+def test_a_part_that_lacks_a_method_says_which(family, lacked):
+    class Unfinished(family):
+        pass
+
+    with pytest.raises(NotImplementedError, match=rf"Unfinished lacks `{lacked}`; docs/adding-a-{family.family}\.md"):
+        Unfinished.shapes((4, 6), (4,)) if family is temper.Generator else Unfinished(4)
+
+
+@pytest.mark.parametrize("value", [0, 9, True, 2.0, "3", None, 10**500])
+def test_one_check_of_whole_numbers(value):
+    assert check_int("size", 8, 1, 8) == 8
+    with pytest.raises(ValueError, match=r"^size is .{1,100}; expected a whole number >= 1 and <= 8$"):
+        check_int("size", value, 1, 8)

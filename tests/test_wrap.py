@@ -289,6 +289,37 @@ def test_a_trial_needs_inputs_that_the_model_takes():
 
 
 @pytest.mark.once
+def test_a_trial_on_real_tensors_where_fake_ones_cannot_run_the_model():
+    def routed(block, x):
+        """As mixtures of experts do, whose way depends on values."""
+        chosen = block.linear if (block.linear(x) + torch.rand(1)).sum().item() > -1e9 else None
+        block.calls += 1
+        return chosen(x)
+
+    def model(step):
+        blocks = nn.Sequential(Bare(step), Bare(step))
+        for block in blocks:
+            block.register_buffer("calls", torch.zeros(()))
+        return blocks
+
+    options = {"preset": "temper-cp", "num_streams": 4, "dim": 16, "sites": 1, "example": torch.randn(3, 16)}
+    good, bad = model(lambda block, x: x + routed(block, x)), model(lambda block, x: 2 * x + routed(block, x))
+    with pytest.raises(ValueError, match=r"it loses its residual in `mul`.*as it was"):
+        temper.wrap(bad, "*", **options)
+    assert [type(block) for block in bad] == [Bare, Bare]
+    states = []
+    for example in (options["example"], None):
+        torch.manual_seed(0)
+        temper.wrap(copy.deepcopy(good), "*", **options | {"example": example})
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    temper.wrap(good, "*", **options)
+    assert all(not block.calls for block in (*good, *bad))
+    good(options["example"]).sum().backward()
+    assert all(block.linear.weight.grad is not None for block in good)
+
+
+@pytest.mark.once
 def test_unwrapping_takes_everything_off():
     plain, x = encoder(), torch.randn(2, 7, 16)
     model = temper.wrap(copy.deepcopy(plain), "layers.*", preset="mhc", num_streams=2)
@@ -323,6 +354,69 @@ def test_hooks_see_plain_tensors():
     for before, after in itertools.pairwise(shapes):
         expected += [before, before, (torch.Tensor, after), (torch.Tensor, after)]
     assert seen == expected
+
+
+def _watch(model, seen):
+    """Everything that can depend on the call of a site, each on one of three second sites, all undone by a call."""
+    sites = [layer.hyper_connections for layer in model.layers]
+
+    def note(module, args, *rest):
+        if isinstance(module, temper.HyperConnection):
+            seen.append(tuple(args[0].shape))
+
+    def instead(streams):
+        seen.append(tuple(streams.shape))
+        return type(sites[0][1]).forward(sites[0][1], streams)
+
+    def replace():
+        sites[0][1].forward = instead
+        return lambda: delattr(sites[0][1], "forward")
+
+    class Sharded(type(sites[0][1])):
+        def forward(self, streams):
+            seen.append(tuple(streams.shape))
+            return super().forward(streams)
+
+    def shard():
+        plain, sites[0][1].__class__ = type(sites[0][1]), Sharded
+        return lambda: setattr(sites[0][1], "__class__", plain)
+
+    yield "hook", lambda: sites[0][1].register_forward_hook(note).remove, 2
+    yield "pre-hook", lambda: sites[0][1].register_forward_pre_hook(note).remove, 2
+    yield "hook of the sites", lambda: sites[0].register_forward_pre_hook(note).remove, 2
+    yield "global hook", lambda: nn.modules.module.register_module_forward_hook(note).remove, 0
+    yield "replaced forward", replace, 2
+    yield "another class", shard, 2
+
+
+@pytest.mark.parametrize("preset", ["temper-cp", "hc"])
+def test_the_sites_of_a_block_are_chained_unless_their_calls_matter(preset, monkeypatch):
+    model, x = temper.wrap(encoder(), "layers.*", preset=preset, num_streams=4), torch.randn(2, 7, 16)
+    chained, finish_into = [], temper.HyperConnection.finish_into
+    spy = lambda site, *args: chained.append(site.layer_index) or finish_into(site, *args)  # noqa: E731
+    monkeypatch.setattr(temper.HyperConnection, "finish_into", spy)
+
+    def run():
+        chained.clear()
+        model.zero_grad()
+        out = model(x)
+        out.sin().sum().backward()
+        return [out, *(parameter.grad for parameter in model.parameters())]
+
+    expected = run()
+    assert chained == [0, 2, 4]
+    seen = []
+    for name, watch, count in _watch(model, seen):
+        undo = watch()
+        seen.clear()
+        got = run()
+        undo()
+        assert len(chained) == count, name
+        # `naive` alone adds in another order.
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        assert set(seen) == ({(2, 7, 4, 16)} if name != "hook of the sites" else set()), name
+    run()
+    assert chained == [0, 2, 4]
 
 
 @pytest.mark.once

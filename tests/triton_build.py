@@ -82,11 +82,23 @@ def source_of(entry):
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
+# Rows by source: sites share most of their kernels.
+_built = {}
+
+
 def build(entry, target):
     """A row with what the kernel would use on the target."""
+    source = source_of(entry)
+    key = (target, entry.kernel, source.hash(), entry.warps, entry.stages)
+    if key not in _built:
+        _built[key] = _build(entry, source, target)
+    return _built[key]
+
+
+def _build(entry, source, target):
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
     options = {"num_warps": entry.warps, "num_stages": entry.stages}
-    done = triton.compile(source_of(entry), target=gpu, options=options)
+    done = triton.compile(source, target=gpu, options=options)
     row = {"kernel": entry.kernel, "target": target, "shared": done.metadata.shared, "warps": entry.warps}
     row["precisions"] = sorted(set(re.findall(r"inputPrecision = (\w+)", done.asm["ttir"])))
     if "cubin" not in done.asm:

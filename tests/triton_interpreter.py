@@ -21,7 +21,8 @@ from triton.runtime import interpreter
 
 import cases
 import temper
-from temper.ops.gpu import check, operators, tiles
+from temper.ops import backend
+from temper.ops.gpu import check, launch, operators, tiles
 from temper.ops.plan import FoldedWeights
 
 HERE = torch.device("cpu")
@@ -168,9 +169,15 @@ def run_change(change, n=4, mixer="sinkhorn", dtype="float64", **config):
         case = case.but(y=case.y.float())
     elif change == "no tokens":
         case = case.but(**{key: getattr(case, key)[:0] for key in ("streams", "y", "grad", "d_x", "d_weights")})
+    elif change == "two parts":
+        # As with float32 streams and many of them, for which the chained kernels are too large.
+        tiles.fits = lambda *_: False
     else:
         raise ValueError(change)
-    return cases.worst(cases.run(temper.ops.gpu, case), cases.expected(case))
+    gpu = temper.ops.gpu
+    errors = cases.worst(cases.run(gpu, case), cases.expected(case))
+    chained = cases.worst(cases.run_chained(gpu, case), cases.expected_chained(case))
+    return errors | {f"chained {name}": error for name, error in chained.items()}
 
 
 def run_in_place(n, dtype):
@@ -186,6 +193,21 @@ def run_in_place(n, dtype):
     operators.IMPLS["finish_"](case.streams, case.y, weights, *case.spec.packed)
     pairs = ((case.streams, want), (streams, chained), (other, x))
     return {"in place": float(sum(not torch.equal(one, two) for one, two in pairs))}
+
+
+def run_between(n, dtype):
+    """The chained operations, against `begin` and `finish_backward` on the very tensors that they stored."""
+    case, gpu = cases.make("sinkhorn", n, 40, 9, dtype=getattr(torch, dtype)), temper.ops.gpu
+    weights = gpu.begin(case.streams, case.folded, case.spec, case.mixer)[1].weights
+    following, x, routed = gpu.finish_begin(case.streams, case.y, weights, case.folded, case.spec, case.mixer)
+    want_x, want = gpu.begin(following, case.folded, case.spec, case.mixer)
+    later = (case.grad, case.d_x, case.d_weights, following, case.folded, routed)
+    earlier = (case.streams, case.y, weights)
+    d_next, _, *slopes = gpu.finish_begin_backward(*later, *earlier, case.spec, case.mixer)
+    wanted = (want_x, *want, *gpu.finish_backward(d_next, *earlier, case.spec))
+    names = ("x", "weights", "z", "norms", "d_y", "d_weights")
+    results = dict(zip(names, (x, *routed, *slopes), strict=True))
+    return check.worst(results, {name: value.double() for name, value in zip(names, wanted, strict=True)})
 
 
 def run_mixer(n, mixer, dtype):
@@ -232,13 +254,23 @@ def step_too_far():
     copy[(1,)](guarded(torch.ones(60), True), torch.empty(64), 64)
 
 
-RUNS = {"site": run_site, "change": run_change, "in place": run_in_place, "mixer": run_mixer, "fold": run_fold}
+RUNS = {
+    "site": run_site,
+    "change": run_change,
+    "in place": run_in_place,
+    "between": run_between,
+    "mixer": run_mixer,
+    "fold": run_fold,
+}
 
 
 def setup():
     torch.set_num_threads(1)
     mend_bfloat16()
     tiles.elsewhere, operators.DEVICE = tiles.SMALL, "cpu"
+    # Few programs, so that some take several tiles of tokens.
+    launch.ENOUGH = 6
+    backend.BACKENDS["triton"].device = "cpu"
 
 
 if __name__ == "__main__":

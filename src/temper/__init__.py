@@ -11,19 +11,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from temper.config import Choice, RouterConfig, count_parameters
+from temper.config import PRESETS, Choice, Cost, RouterConfig, cost, count_parameters, preset
 from temper.connection import HyperConnection
-from temper.cost import Cost, cost
 from temper.generators import Generator
 from temper.mixers import Mixer
 from temper.observe import observe
 from temper.ops.backend import list_backends, use_backend
 from temper.param_groups import param_groups
-from temper.presets import PRESETS, preset
 from temper.pretrained import load_pretrained
 from temper.recompute import recompute
-from temper.routing import Routing
-from temper.streams import expand_streams, reduce_streams
+from temper.streams import Routing, expand_streams, reduce_streams
 from temper.wrap import unwrap, wrap
 
 if TYPE_CHECKING:

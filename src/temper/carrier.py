@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from temper.config import RouterConfig
-from temper.connection import HyperConnection, State
+from temper.connection import HyperConnection, State, is_plain
 from temper.streams import expand_streams, reduce_streams
 
 if TYPE_CHECKING:
@@ -142,8 +142,23 @@ class Carrier:
             # The block casts its residual: the streams take the new dtype from here on.
             self._begin()
             _, state = self._sites(self._streams.to(self._dtype), self._index)
-        streams = self._sites.finish(state, y, self._index)
-        return Carrier(streams, self._sites, self._block, self._index + 1, self._count, self._uses)
+        begun = self._finish_into_next(state, y)
+        streams = self._sites.finish(state, y, self._index) if begun is None else begun[1].streams
+        parts = (self._sites, self._block, self._index + 1, self._count, self._uses)
+        return Carrier(streams, *parts, begun=None if begun is None else [begun])
+
+    def _finish_into_next(self, state: State, y: Tensor) -> tuple[Tensor, State] | None:
+        """Finishes this site and begins the next in one pass; None where they must be separate calls.
+
+        The next site is then not called, so nothing may depend on its call; a trial follows x from call to call.
+        """
+        sites = self._sites
+        if self._left < 2 or _trial is not None or not is_plain(sites, Sites):
+            return None
+        site, following = (sites._modules[str(index)] for index in (self._index, self._index + 1))
+        if not isinstance(site, Site) or not isinstance(following, Site) or not is_plain(following, Site):
+            return None
+        return site.finish_into(following, state, y) if following.can_follow(state) else None
 
     def _cast(self, dtype: torch.dtype) -> Carrier:
         if dtype == self._dtype:
@@ -266,12 +281,9 @@ class Carrier:
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: Carrier, *args: Any) -> Any:
-        self._uses.append(name.strip("_"))
-        return getattr(self._read, name)(*map(_plain, args))
-
-    return method
+def _delegate(self: Carrier, name: str, *args: Any) -> Any:
+    self._uses.append(name.strip("_"))
+    return getattr(self._read, name)(*map(_plain, args))
 
 
 # Python looks operators up on the class, past __getattr__.
@@ -279,7 +291,7 @@ for _name in (
     *("__mul__", "__rmul__", "__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__matmul__", "__rmatmul__"),
     *("__pow__", "__neg__", "__getitem__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__"),
 ):
-    setattr(Carrier, _name, _delegate(_name))
+    setattr(Carrier, _name, functools.partialmethod(_delegate, _name))
 Carrier.__len__ = lambda self: self.shape[0]  # type: ignore[attr-defined]
 
 _ADDS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from temper.config import RouterConfig
 from temper.ops import naive
 from temper.ops.backend import choose
 from temper.ops.plan import State
-from temper.precision import no_autocast, widen
 from temper.router import Router
-from temper.routing import Routing
+from temper.streams import Routing, no_autocast, widen
 
 __all__ = ["HyperConnection", "State"]
 
@@ -93,7 +93,7 @@ class HyperConnection(Router):
         Args:
             in_place: as for `finish`; the streams that `begin` or `finish_into` made may be overwritten too.
         """
-        if not following._can_follow(state):
+        if not following.can_follow(state):
             return following.begin(self.finish(state, y, in_place=in_place))
         streams, backend, spec = state.streams, state.backend, following.spec
         assert backend is not None
@@ -107,8 +107,8 @@ class HyperConnection(Router):
             following._observe(state.streams, state.routing)
         return x, state
 
-    def _can_follow(self, state: State) -> bool:
-        """Whether this site can be chained to the one that left the state."""
+    def can_follow(self, state: State) -> bool:
+        """Whether `finish_into` chains this site to the one that left the state."""
         streams, spec = state.streams, self.spec
         if state.backend is None or spec is None or streams.dtype != state.dtype:
             return False
@@ -159,6 +159,21 @@ class HyperConnection(Router):
     def _observe(self, streams: Tensor, routing: Routing | None) -> None:
         for observer in self.observers:
             observer(self, streams, self.route_wide(streams) if routing is None else routing)
+
+
+# Each holds the hooks of one kind.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of a module only runs the forward method of this class.
+
+    It does more if somebody hooked the module, compiled it, replaced its forward method or, as FSDP does, its class.
+    """
+    own = vars(module)
+    if type(module) is not kind or "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    return not any(own[name] or getattr(torch_modules, f"_global{name}") for name in _HOOKS)
 
 
 def _check_in_place(in_place: bool) -> None:

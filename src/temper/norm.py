@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.generators.base import Shapes
+from temper.ops.naive import reciprocal_rms
 from temper.registry import unknown
 
 GAINS = ("full", "rank-one", "feature", "none")
@@ -21,6 +22,7 @@ class StreamNorm(nn.Module):
         norm: the mean runs over all N * D entries ("flat") or over each stream ("per-stream", HC's).
         eps: added to the mean square.
         clamp: use eps as a lower limit of the mean square instead of adding it.
+        outside: add eps to the root of the mean square instead.
     """
 
     def __init__(
@@ -32,10 +34,11 @@ class StreamNorm(nn.Module):
         norm: str = "flat",
         eps: float = 1e-6,
         clamp: bool = False,
+        outside: bool = False,
     ) -> None:
         super().__init__()
         self.per_stream = norm == "per-stream"
-        self.eps, self.clamp = eps, clamp
+        self.eps, self.clamp, self.outside = eps, clamp, outside
         shapes = gain_shapes(gain, num_streams, dim)
         self._names = tuple(shapes)
         for name, shape in shapes.items():
@@ -61,8 +64,7 @@ class StreamNorm(nn.Module):
 
     def rstd(self, streams: Tensor) -> Tensor:
         """The reciprocal root mean square: (..., 1, 1), or (..., N, 1) per stream."""
-        mean = streams.square().mean(-1 if self.per_stream else (-2, -1), keepdim=True)
-        return (mean.clamp_min(self.eps) if self.clamp else mean + self.eps).rsqrt()
+        return reciprocal_rms(streams, self.per_stream, self.eps, self.clamp, self.outside)
 
 
 def gain_shapes(gain: str, num_streams: int, dim: int) -> Shapes:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from temper.connection import HyperConnection
 from temper.ops.backend import explain
-from temper.routing import Routing
+from temper.streams import Routing
 
 # A gate this close to a bound of its range counts as saturated.
 SATURATED = 0.05

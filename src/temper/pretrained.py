@@ -129,7 +129,8 @@ class Loadable:
         """Nothing: the files that make a folder loadable are written by `save_pretrained`."""
 
     @classmethod
-    def from_pretrained(cls, folder: Any, *args: Any, **options: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **options: Any) -> Any:
+        folder = pretrained_model_name_or_path
         older = older_weights(folder) if "state_dict" not in options else None
         if older is None:
             return super().from_pretrained(folder, *args, **options)  # type: ignore[misc]

@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from temper.connection import HyperConnection
+from temper.registry import check_int
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -39,8 +40,7 @@ def recompute(model: Model, group: int | None = None) -> Model:
         raise ValueError(f"{type(model).__name__} has no HyperConnection")
     if group is None:
         group = best_group(sites[0].config.num_streams, len(sites))
-    if isinstance(group, bool) or not isinstance(group, int) or group < 0:
-        raise ValueError(f"group is {group!r}; expected a whole number >= 0, or None for the best")
+    check_int("group", group, expected="a whole number >= 0, or None for the best")
     for site in sites:
         site.recompute = group
     return model

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from reprlib import Repr
+from typing import Any, ClassVar, Self, TypeGuard
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+# Values in messages may be of any size.
+_short = Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlevel = 3
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
@@ -18,10 +28,60 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
 
 
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_int(name: str, value: object, least: int = 0, most: int | None = None, expected: str = "") -> int:
+    """`value` if it is a whole number within limits, else a ValueError that names it.
+
+    Args:
+        expected: the words for the values that are allowed, if the limits do not say it all.
+    """
+    if is_int(value) and least <= value and (most is None or value <= most):
+        return value
+    limits = f">= {least}" + (f" and <= {most:,}" if most is not None else "")
+    raise ValueError(f"{name} is {_short.repr(value)}; expected {expected or f'a whole number {limits}'}")
+
+
+# In-place draws, by the names of their methods and of the functions of torch.nn.init that lead to them.
+DRAWS = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_"}
+DRAWS |= {"trunc_normal_", "orthogonal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"}
+
+
+class _Undrawn(TorchFunctionMode):
+    """Skips in-place draws on the meta device: they change nothing, and the first one imports torch._dynamo."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in DRAWS and args and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Builds modules on the meta device and draws nothing."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
 def import_siblings(package: str, path: Iterable[str]) -> None:
     """Imports every module of a package, so that the classes in them register themselves."""
     for module in pkgutil.iter_modules(path):
         importlib.import_module(f"{package}.{module.name}")
+
+
+class UnknownPartError(ValueError):
+    """The error for a generator, mixer or other part that nobody registered.
+
+    Args:
+        advice: the end of the message of every such error, set by a program that knows how parts are added to it.
+    """
+
+    advice: ClassVar[str] = ""
 
 
 class Registered:
@@ -47,8 +107,14 @@ class Registered:
     def named(cls, name: str) -> type[Self]:
         """The class registered under `name`."""
         if not isinstance(name, str) or name not in cls.members:
-            raise unknown(cls.family, name, cls.members)
+            raise UnknownPartError(f"{unknown(cls.family, name, cls.members)}{UnknownPartError.advice}")
         return cls.members[name]
+
+
+def lacking(part: Registered | type[Registered], method: str) -> NotImplementedError:
+    """The error for a method that a new part needs and lacks: which class, which method, and where it is explained."""
+    kind = part if isinstance(part, type) else type(part)
+    return NotImplementedError(f"{_where(kind)} lacks `{method}`; docs/adding-a-{kind.family}.md explains it")
 
 
 def _where(cls: type) -> str:

@@ -19,8 +19,8 @@ from temper.generators.base import Modes
 from temper.norm import GAINS, StreamNorm
 from temper.ops import backend
 from temper.ops.plan import FoldedWeights, GeneratorSpec, RawWeights, SiteSpec, State
-from temper.precision import no_autocast, widen
-from temper.routing import Routing
+from temper.registry import check_int
+from temper.streams import Routing, no_autocast, widen
 
 # The submodules of a site that compute the routing.
 ROUTING = ("norm", "mixer", *HEADS)
@@ -121,8 +121,7 @@ class Router(nn.Module):
         super().__init__()
         if not isinstance(config, RouterConfig):
             raise TypeError(f"expected a RouterConfig (from temper.preset), got {type(config).__name__}")
-        if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
-            raise ValueError(f"layer_index is {layer_index!r}; expected a whole number >= 0")
+        check_int("layer_index", layer_index)
         self.config = config
         self.layer_index = layer_index
         # Whether `model.bfloat16()`, `.half()` and `.to(dtype)` leave the parameters of routing in float32.
@@ -141,6 +140,7 @@ class Router(nn.Module):
             norm=config.norm,
             eps=config.norm_eps,
             clamp=config.norm_clamp,
+            outside=config.norm_outside,
         )
         # No reference back to this module: a cycle would keep it alive until the next garbage collection.
         ends = (self.gates, config.num_streams, layer_index % config.num_streams)
@@ -178,6 +178,7 @@ class Router(nn.Module):
             generators=self._pack_generators(),
             gates=config.gates,
             norm_per_stream=config.norm == "per-stream",
+            norm_outside=config.norm_outside,
         )
         self._raw_paths = self._find_raw_paths()
 

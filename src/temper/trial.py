@@ -1,8 +1,9 @@
-"""A trial forward pass of a wrapped model on fake tensors, to find out whether its blocks can be wrapped.
+"""A trial forward pass of a wrapped model, to find out whether its blocks can be wrapped.
 
-A copy of the model on fake tensors runs with guessed or given inputs. Blocks and carriers report to the trial what they
-do (see `temper.wrap`), and a torch-function mode sees everything else, so that an error can name the operation in which
-the residual was lost.
+A copy of the model runs with guessed or given inputs: on fake tensors, or, where those cannot run it (some kernels of
+mixtures of experts), on a few real tokens with the parameters of the model itself. Blocks and carriers report to the
+trial what they do (see `temper.wrap`), and a torch-function mode sees everything else, so that an error can name the
+operation in which the residual was lost.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import heapq
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,21 +33,26 @@ class Trial:
     Args:
         module: stays untouched.
         example: its inputs; guessed if None.
+        fake: on fake tensors, without memory; otherwise on real ones, whose parameters are shared with the module.
+
+    Attributes:
+        is_last: whether no other trial could tell more.
     """
 
-    def __init__(self, module: nn.Module, example: Any = None) -> None:
+    def __init__(self, module: nn.Module, example: Any = None, *, fake: bool = True) -> None:
         self.is_given = example is not None
+        self.is_last = not fake or any(parameter.is_meta for parameter in module.parameters())
         self.copy: nn.Module | None = None
         inputs = _inputs_of(example) if self.is_given else guess(module)
         if inputs is None:
             return
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         try:
             self.copy = self.on_copy(module)
-            with self._mode:
-                self._inputs = tree_map(self._fake, inputs)
+            with self._mode or nullcontext():
+                self._inputs = tree_map(self._of_trial, inputs)
         # A model that cannot be copied to fake tensors cannot be tried.
         except Exception:
             self.copy = None
@@ -58,16 +64,19 @@ class Trial:
         self._handed: tuple[str, Tensor] | None = None
 
     def on_copy(self, module: Any) -> Any:
-        """A copy of a module whose parameters and buffers are fake."""
-        tensors = [*module.parameters(), *module.buffers()]
-        memo = {id(tensor): self._fake(tensor) for tensor in tensors}
+        """A copy of a module whose parameters and buffers are those of a trial."""
+        memo: dict[int, Any] = {id(buffer): self._of_trial(buffer) for buffer in module.buffers()}
+        for parameter in module.parameters():
+            memo[id(parameter)] = parameter if self._mode is None else self._of_trial(parameter)
         return copy.deepcopy(module, memo)
 
-    def _fake(self, value: Any) -> Any:
-        return self._mode.from_tensor(value) if isinstance(value, Tensor) else value
+    def _of_trial(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.clone() if self._mode is None else self._mode.from_tensor(value)
 
-    def run(self, blocks: Iterable[str], watch: Callable[[Trial | None], None]) -> None:
-        """Runs the copy; raises ValueError if its blocks cannot be wrapped, and says nothing if it cannot be run.
+    def run(self, blocks: Iterable[str], watch: Callable[[Trial | None], None]) -> bool:
+        """Runs the copy and returns whether it could; raises ValueError if its blocks cannot be wrapped.
 
         Args:
             blocks: the names of the blocks that must run, once each and in this order.
@@ -78,8 +87,9 @@ class Trial:
         assert self.copy is not None
         self._blocks = list(blocks)
         try:
-            # In training more can go wrong (dropout); some models cannot be tried in it (layers dropped at random).
-            for training in (True, False):
+            # In training more can go wrong (dropout); some models cannot be tried in it (layers dropped at random), and
+            # real ones would change (running means).
+            for training in (False,) if self._mode is None else (True, False):
                 self._ways, self._alive, self._reads, self._entered, self._handed = {}, [], set(), [], None
                 watch(self)
                 try:
@@ -96,11 +106,12 @@ class Trial:
                         f"{self._whereabouts()}. The model is as it was"
                     ) from error
                 self._check_order()
-                return
-            if self.is_given and not _is_limit(failed):
+                return True
+            if self.is_given and self.is_last and not _is_limit(failed):
                 raise WrapError(
                     f"the model does not run on `example` ({type(failed).__name__}: {_short(failed)}). It is as it was"
                 ) from failed
+            return False
         finally:
             watch(None)
             # Drops the fake tensors and recorded operations: the error may live long.
@@ -111,7 +122,8 @@ class Trial:
 
         args, kwargs = self._inputs
         assert self.copy is not None
-        with torch.no_grad(), self._mode, use_backend("naive"), _Watch(self), _quiet():
+        untouched = torch.random.fork_rng(devices=[])
+        with torch.no_grad(), untouched, self._mode or nullcontext(), use_backend("naive"), _Watch(self), _quiet():
             self.copy.train(training)(*args, **kwargs)
 
     def _plain_runs(self, training: bool) -> bool:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from temper import pretrained
 from temper.carrier import REDUCTIONS, SITES, Block, Place, Site, Sites, block_class, set_trial
 from temper.config import RouterConfig
-from temper.presets import preset as make_preset
+from temper.config import preset as make_preset
 from temper.recompute import recompute as make_recompute
-from temper.registry import unknown
+from temper.registry import check_int, unknown
 from temper.trial import Trial
 
 Selector = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -71,10 +71,10 @@ def wrap(
     streams (..., N, D) on. Existing parameters keep their names; each block gains `hyper_connections`, so wrap before
     you build the optimizer and before you shard. `temper.unwrap` takes all of it back.
 
-    The model is first tried, on a copy without memory, with inputs guessed from the configuration of a transformers
-    model or from an `nn.Embedding`, or with `example`. If that fails, the error says why and the model stays as it
-    was. Where no inputs can be guessed the first forward pass checks the same things; its error leaves the model
-    wrapped.
+    The model is first tried, on a copy that takes no memory for parameters, with inputs guessed from the configuration
+    of a transformers model or from an `nn.Embedding`, or with `example`. If that fails, the error says why and the
+    model stays as it was. Where no inputs can be guessed the first forward pass checks the same things; its error
+    leaves the model wrapped.
 
     Args:
         module: a model with pre-norm residual blocks that run in the order in which they are registered.
@@ -95,8 +95,7 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"wrap wants a module, got {type(module).__name__}")
-    if isinstance(sites, bool) or not isinstance(sites, int) or sites < 1:
-        raise ValueError(f"sites is {sites!r}; expected the number of residual adds in a block, at least 1")
+    check_int("sites", sites, 1, expected="the number of residual adds in a block, at least 1")
     if reduce not in REDUCTIONS:
         raise unknown("reduce", reduce, REDUCTIONS)
     blocks = dict(_select(module, selector))
@@ -111,10 +110,13 @@ def wrap(
     config = make_preset(preset, num_streams=num_streams, dim=width, **overrides)
     record = Record(tuple(blocks), selector if isinstance(selector, str) else None, sites, reduce, preset)
     parts = _build(record, [config] * (sites * len(blocks)))
-    trial = Trial(module, example)
-    if trial.copy is not None:
+    for fake in (True, False):
+        trial = Trial(module, example, fake=fake)
+        if trial.copy is None:
+            break
         _attach(trial.copy, record, parts, any_layout=dim is not None, on=trial.on_copy)
-        trial.run(record.blocks, set_trial)
+        if trial.run(record.blocks, set_trial) or trial.is_last:
+            break
     _attach(module, record, parts, any_layout=dim is not None)
     pretrained.mark(module)
     return make_recompute(module) if recompute else module

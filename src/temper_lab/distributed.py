@@ -1,4 +1,4 @@
-"""One process or many: who am I, how is the model spread, and how do the processes agree."""
+"""One process or many: the process group, the parallel model, and communication between ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from temper.gates import with_vector_gates
 from temper_lab.model import GPT
+from temper_lab.optim.muon import local, shard_like
 
 T = TypeVar("T")
-# One process may train a tokenizer while all others wait for it.
+# Long enough for rank 0 to train a tokenizer while the others wait.
 TIMEOUT = timedelta(hours=2)
 
 
@@ -33,14 +34,14 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
     def sum(self, *values: float) -> list[float]:
         """The sum of every value over all processes."""
         if self.size == 1:
             return list(values)
-        # gloo and nccl both want it where the model is.
+        # The tensor has to be on the model's device for nccl.
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
@@ -53,13 +54,13 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def first(self, action: Callable[[], T]) -> T:
-        """What the first process gets from an action that it alone does; if it fails there, it fails everywhere."""
+    def on_rank0(self, action: Callable[[], T]) -> T:
+        """The result of an action that rank 0 alone runs, on every process; if it fails there, it fails everywhere."""
         if self.size == 1:
             return action()
         outcome: list[Any] = [None, None]
         error: BaseException | None = None
-        if self.is_first:
+        if self.is_rank0:
             try:
                 outcome[1] = action()
             except BaseException as raised:
@@ -68,31 +69,31 @@ class World:
         if error is not None:
             raise error
         if outcome[0] is not None:
-            # The first process says why; the others leave without repeating it.
+            # Rank 0 says why; the others leave without repeating it.
             raise SystemExit(1)
         return outcome[1]
 
 
 @contextmanager
-def session(device: str = "auto") -> Iterator[World]:
-    """The world that torchrun describes in the environment, or a world of one."""
+def process_group(device: str = "auto") -> Iterator[World]:
+    """The process group that torchrun describes in the environment, or a world of one."""
     rank, size, place = (int(os.environ.get(key, default)) for key, default in _ENVIRONMENT)
     where = device_of(device, place)
     if size == 1:
         yield World(0, 1, where)
         return
-    # Whoever imports this later keeps the group alive: gloo's threads outlive `destroy_process_group`, and now and then
+    # A later import of this module would keep the group alive: gloo's threads would outlive `destroy_process_group` and
     # abort a process that has finished.
     from torch import _dynamo  # noqa: F401
 
     store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
-    # torchrun keeps its store when it starts the processes of a node again, and in it the addresses of those that are
-    # dead. Of several nodes, each counts its own restarts.
+    # torchrun keeps its store when it restarts the processes of a node, and in it the addresses of dead processes. Each
+    # node counts its own restarts.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if where.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    # Python's own reference has to be the last: it gives up the interpreter's lock while gloo's threads are joined, and
+    # Python's own reference has to be the last: it releases the GIL while gloo's threads are joined, and
     # one of them may be waiting for the lock to let go of the tensors of the last exchange. DDP's would wait forever.
     group = dist.group.WORLD
     try:
@@ -106,7 +107,7 @@ _ENVIRONMENT = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def device_of(name: str | torch.device, place: int = 0) -> torch.device:
-    """The device of a name, or a ValueError if it is not here."""
+    """The device of a name, or a ValueError if it is not available."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -125,79 +126,93 @@ def device_of(name: str | torch.device, place: int = 0) -> torch.device:
     return device
 
 
-class Spread:
+class ParallelModel:
     """A model as all processes train it together: alone, copied (DDP) or sharded (FSDP2).
 
     Args:
         model: the same on every process.
-        parallel: "ddp" or "fsdp".
+        parallel: "ddp" or "fsdp". One process has the whole model either way.
+        replicas: with "fsdp", how many copies of the model there are, each sharded over its part of the processes.
         compile: through `torch.compile`.
     """
 
-    def __init__(self, model: GPT, world: World, *, parallel: str = "ddp", compile: bool = False) -> None:
+    def __init__(
+        self, model: GPT, world: World, *, parallel: str = "ddp", replicas: int = 1, compile: bool = False
+    ) -> None:
         self.plain = model
         self.world = world
-        self.is_sharded = parallel == "fsdp"
-        # In place, so that no parameter changes its name.
+        self.is_sharded = parallel == "fsdp" and world.size > 1
+        # Compiled in place, so that no parameter changes its name.
         if compile:
             for part in model.blocks if self.is_sharded else [model]:
                 part.compile()
         self.module: nn.Module = model
         if self.is_sharded:
-            self._shard()
+            self._shard(replicas)
         elif world.size > 1:
             devices = [world.device] if world.device.type == "cuda" else None
             ddp = nn.parallel.DistributedDataParallel
-            # The only buffers are tables of constants, not worth sending; the option has had two names.
+            # The only buffers are constant tables, so they are not broadcast; the option has had two names.
             known = inspect.signature(ddp).parameters
             quiet = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-            self.module = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{quiet: False})
+            options: dict[str, Any] = {quiet: False}
+            self.module = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
-    def _shard(self) -> None:
+    def _shard(self, replicas: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+        kind, size = self.world.device.type, self.world.size
+        if replicas > 1:
+            # Of two dimensions, FSDP2 copies along the first and shards along the second.
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=names)
+        else:
+            mesh = init_device_mesh(kind, (size,))
         for block in self.plain.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self.plain, mesh=mesh)
 
     def close(self) -> None:
-        """Leaves the plain model alone; DDP holds on to the other processes, so this comes before the session ends."""
+        """Drops DDP, which holds on to the other processes; to be called before the process group ends."""
         self.module = self.plain
 
-    def portion(self, *, is_last: bool) -> Any:
-        """The context of one forward and backward pass; DDP exchanges gradients in the last of a step only."""
-        is_ddp = isinstance(self.module, nn.parallel.DistributedDataParallel)
-        return self.module.no_sync() if is_ddp and not is_last else nullcontext()
+    def micro_batch(self, *, is_last: bool) -> Any:
+        """The context of one forward and backward pass; DDP reduces gradients in the last of a step only."""
+        if isinstance(self.module, nn.parallel.DistributedDataParallel) and not is_last:
+            return self.module.no_sync()
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model by the names of the plain one. Sharded, every process has to call this."""
-        state = self.plain.state_dict()
-        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+        """The model by the names of the plain one, sharded if it is."""
+        return self.plain.state_dict()
+
+    def gather(self) -> dict[str, Tensor]:
+        """The whole model on the first process, nothing on the others. Sharded, every process has to call this."""
+        whole = {}
+        for name, value in self.plain.state_dict().items():
+            # One tensor at a time is more than a shard, so that nobody needs memory for the whole model but the first.
+            tensor = value.full_tensor().cpu() if isinstance(value, DTensor) else value
+            if self.world.is_rank0:
+                whole[name] = tensor
+        return whole
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over a whole model, or raises ValueError."""
+        """Takes over a model, whole or sharded as this one, or raises ValueError."""
         mine, state = self.plain.state_dict(), with_vector_gates(state)
         check_fit(mine, state)
         for name, value in mine.items():
-            if isinstance(value, DTensor):
-                # Every process has read the whole tensor, so each cuts out its own part.
-                whole = state[name].to(value.device)
-                shard = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
-                value.to_local().copy_(shard.to_local())
-            else:
-                value.copy_(state[name])
+            local(value).copy_(shard_like(state[name].to(value.device), value))
 
     @contextmanager
     def alone(self) -> Iterator[GPT | None]:
-        """A whole model for the first process to generate with, None on the others."""
+        """The full model for rank 0 to generate with, None on the others."""
         if not self.is_sharded:
-            yield self.plain if self.world.is_first else None
+            yield self.plain if self.world.is_rank0 else None
             return
-        state = self.state_dict()
-        if not self.world.is_first:
+        state = self.gather()
+        if not self.world.is_rank0:
             yield None
             return
         with torch.device("meta"):
@@ -208,7 +223,7 @@ class Spread:
 
 
 def check_fit(mine: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless the names, the shapes and the kind of number are the same."""
+    """Raises ValueError unless names, shapes and kinds of dtype are the same."""
     problems = [f"{name} is missing" for name in mine if name not in given]
     problems += [f"{name} is unexpected" for name in given if name not in mine]
     problems += [

@@ -1,4 +1,4 @@
-"""Generation: a cache of keys and values, sampling, and batches of prompts of any length.
+"""Generation: a KV cache, sampling, and batches of prompts of any length.
 
 Letters: B batch, T new token, S cached token, H head, D features of a head, V vocabulary, L layer.
 """
@@ -8,24 +8,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from temper.registry import check_int
 from temper_lab.model import GPT, ModelConfig
 
 
 class KVCache:
-    """Keys and values of what a model has read, every row of the batch with a length of its own.
+    """The keys and values of the tokens that a model has read; every row of the batch has its own length.
 
-    Position p of a row lies in slot p. Hyper-connections mix streams and never tokens, so attention is all
-    there is to remember.
+    Position p of a row is in slot p. Hyper-connections mix streams and never tokens, so only attention needs a
+    cache.
 
     Args:
         capacity: tokens per row; the model's context if left out.
     """
 
-    # A block that runs twice would write twice: what remembers is not for recomputing.
+    # A block that is recomputed would write twice, so blocks with a cache are not checkpointed.
     remembers = True
 
     def __init__(
@@ -43,10 +45,10 @@ class KVCache:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected a whole number >= 1")
         shape = (config.num_layers, batch_size, capacity, config.num_heads, config.head_dim)
-        # Zeros: an empty slot is masked, but zero times what is left in memory could still be NaN.
+        # Zeros, because an empty slot is masked, but zero times uninitialized memory could be NaN.
         self.keys_LBSHD = torch.zeros(shape, dtype=dtype, device=device)
         self.values_LBSHD = torch.zeros_like(self.keys_LBSHD)
-        # On the host, for the shapes of a step depend on it.
+        # Kept on the host, because the shapes of a step depend on it.
         self.lengths = [0] * batch_size
 
     @classmethod
@@ -64,7 +66,7 @@ class KVCache:
         return self.keys_LBSHD.shape[2]
 
     def begin(self, num_tokens: int) -> Tensor:
-        """Makes ready for so many tokens per row and gives their positions (B, T)."""
+        """Prepares for new tokens in every row, and gives their positions (B, T)."""
         end = max(self.lengths) + num_tokens
         if end > self.capacity:
             raise ValueError(f"{num_tokens} more tokens make {end}; this cache holds {self.capacity} per row")
@@ -81,7 +83,7 @@ class KVCache:
         return self._positions_BT
 
     def append(self, layer: int, key_BTHD: Tensor, value_BTHD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Stores a layer's new keys and values; gives all it has, and the mask (B, 1, T, S) if one is needed."""
+        """Stores a layer's new keys and values; gives all of them, and the mask (B, 1, T, S) if one is needed."""
         keys_BSHD, values_BSHD = self.keys_LBSHD[layer], self.values_LBSHD[layer]
         keys_BSHD[self._rows_B1, self._positions_BT] = key_BTHD.to(keys_BSHD.dtype)
         values_BSHD[self._rows_B1, self._positions_BT] = value_BTHD.to(values_BSHD.dtype)
@@ -92,13 +94,13 @@ class KVCache:
         self.lengths = [length + num_tokens for length in self.lengths]
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forgets what comes after so many tokens of each row: padding, or a continuation that was dropped."""
+        """Shortens each row to a number of tokens, dropping padding or a rejected continuation."""
         if len(lengths) != self.batch_size or not all(map(operator.le, lengths, self.lengths)):
             raise ValueError(f"lengths are {list(lengths)}; expected {self.batch_size}, none above {self.lengths}")
         self.lengths = list(lengths)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drops all other rows."""
+        """Keeps some rows and drops the others."""
         index = torch.tensor(rows, device=self.keys_LBSHD.device)
         self.keys_LBSHD = self.keys_LBSHD.index_select(1, index)
         self.values_LBSHD = self.values_LBSHD.index_select(1, index)
@@ -107,12 +109,12 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """The choice of the next token.
 
     Args:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: only the k likeliest.
-        top_p: only the likeliest that together reach this probability, after top_k.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample from the k most likely tokens only.
+        top_p: sample from the most likely tokens that together reach this probability, after top_k.
     """
 
     temperature: float = 1.0
@@ -122,22 +124,22 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature!r}; expected a finite number >= 0")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k != int(self.top_k) or self.top_k < 1):
-            raise ValueError(f"top_k is {self.top_k!r}; expected a whole number >= 1")
+        if self.top_k is not None:
+            check_int("top_k", self.top_k, 1)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p!r}; expected a number in (0, 1]")
 
     def probabilities(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """The distribution drawn from, likeliest first, and the ids in that order."""
+        """The sampling distribution, most likely token first, and the ids in that order."""
         logits_BV, ids_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             logits_BV, ids_BV = logits_BV[:, : self.top_k], ids_BV[:, : self.top_k]
         if self.temperature == 0:
             return torch.ones_like(logits_BV[:, :1]), ids_BV[:, :1]
-        # The likeliest is at 0 before the division, so that a tiny temperature cannot overflow.
+        # The largest logit is shifted to 0 before the division, so that a tiny temperature cannot overflow.
         p_BV = ((logits_BV - logits_BV[:, :1]) / self.temperature).softmax(dim=-1)
         if self.top_p is not None:
-            # A token stays when those before it have not reached top_p: the first always does.
+            # A token is kept if those before it have not reached top_p, so the first always is.
             before_BV = p_BV.cumsum(dim=-1) - p_BV
             p_BV = p_BV * (before_BV < self.top_p)
             p_BV = p_BV / p_BV.sum(dim=-1, keepdim=True)
@@ -150,7 +152,7 @@ class Sampling:
         p_BV, ids_BV = self.probabilities(logits_BV)
         total_BV = p_BV.cumsum(dim=-1)
         point_B1 = uniform_B.to(total_BV)[:, None] * total_BV[:, -1:]
-        # Rounding may push a point past the end, but not to a token of probability zero.
+        # Rounding may push a point past the end, but must not select a token of probability zero.
         last_B1 = p_BV.count_nonzero(dim=-1)[:, None] - 1
         index_B1 = torch.searchsorted(total_BV, point_B1, right=True).minimum(last_B1)
         return ids_BV.gather(-1, index_B1).squeeze(-1)
@@ -174,11 +176,11 @@ def generate(
 
     Args:
         prompts: lists of ids, of any lengths below the context; a text begins with BOS.
-        temperature: 0 always takes the likeliest token.
-        stop: the id that ends a row, BOS as a rule.
+        temperature: 0 always takes the most likely token.
+        stop: the id that ends a row, usually BOS.
     """
     outputs: list[list[int]] = [[] for _ in prompts]
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop}
+    settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop}
     for row, token in stream(model, prompts, max_new_tokens=max_new_tokens, **settings):
         outputs[row].append(token)
     return outputs
@@ -195,12 +197,12 @@ def stream(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """What `generate` returns as it comes: pairs of row and token."""
+    """Generates pairs of row and token as they are sampled, with the arguments of `generate`."""
     sampling = Sampling(temperature, top_k, top_p)
-    prompts = [list(prompt) for prompt in prompts]
-    _check(model.config, prompts, max_new_tokens)
-    # The checks above happen now, not at the first token.
-    return _stream(model, prompts, max_new_tokens, sampling, seed, stop)
+    rows = [list(prompt) for prompt in prompts]
+    _check(model.config, rows, max_new_tokens)
+    # A nested generator, so that the checks above run at the call, not at the first token.
+    return _stream(model, rows, max_new_tokens, sampling, seed, stop)
 
 
 def _stream(
@@ -209,13 +211,13 @@ def _stream(
     if not prompts or max_new_tokens == 0:
         return
     context, device = model.config.context, model.head.weight.device
-    # What is drawn for a row depends on its place alone.
+    # The random numbers of a row depend on its place alone.
     uniform = [_uniform(seed, row, max_new_tokens) for row in range(len(prompts))]
     lengths = [len(prompt) for prompt in prompts]
     cache = KVCache.for_model(model, len(prompts), capacity=min(context, max(lengths) + max_new_tokens))
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
     logits_BV = _last_logits(model, torch.tensor(padded, device=device), cache, lengths)
-    # Padding comes after a prompt, where causal attention has not looked; its slots are written over.
+    # Padding follows a prompt, where causal attention does not look; its slots are overwritten.
     cache.truncate(lengths)
     rows = list(range(len(prompts)))
     for step in range(max_new_tokens):
@@ -247,14 +249,13 @@ def _last_logits(model: GPT, ids_BT: Tensor, cache: KVCache, lengths: Sequence[i
 
 
 def _uniform(seed: int, row: int, count: int) -> Tensor:
-    # The rows of one seed must not be the rows of the next one, shifted.
+    # Hashed, so that the rows of one seed are not the shifted rows of the next.
     generator = torch.Generator().manual_seed((seed * 0x9E3779B1 + row) % 2**63)
     return torch.rand(count, dtype=torch.float64, generator=generator)
 
 
 def _check(config: ModelConfig, prompts: list[list[int]], max_new_tokens: int) -> None:
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number >= 0")
+    check_int("max_new_tokens", max_new_tokens)
     for row, prompt in enumerate(prompts):
         if not 1 <= len(prompt) < config.context:
             raise ValueError(

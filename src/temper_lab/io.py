@@ -1,13 +1,13 @@
-"""Files and folders of the lab: written whole or not at all, and read with limits, by one set of functions.
+"""Files and folders of the lab: written atomically, and read within limits, by one set of functions.
 
-Whatever is written grows in a workspace beside its final place, `.NAME.tmp-<128 random bits>/`:
+Everything is first written to a workspace beside its final place, `.NAME.tmp-<128 random bits>/`:
 
-    lock      says that the workspace is ours, and is locked as long as its writer lives
+    lock      marks the workspace as ours, and is locked as long as its writer lives
     new       what is being written; after an exchange of names, what was replaced
     old/NAME  what is being replaced, where names cannot be exchanged
 
-so that a workspace without a living writer can be told from one that is in use, and from the folders of other people.
-Readers change nothing: they see the old folder or the new one, and try again if it was replaced while they read.
+so that an abandoned workspace can be told from one in use, and from folders that are not ours. Readers change nothing:
+they see the old folder or the new one, and read again if it was replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ SHARED = "shared"
 LOCK, NEW, OLD, GONE = "lock", "new", "old", "gone"
 MARK = b"a workspace of temper; without a process that holds this lock it can be removed\n"
 WORKSPACE = re.compile(r"\..+\.tmp-[0-9a-f]{32}", re.DOTALL)
-# A reader starts again when the folder was replaced under it; so many times in a row is no accident.
+# A reader starts again when the folder was replaced under it, at most this many times in a row.
 ATTEMPTS = 200
-# Of files that a person could have edited: far more than ours ever have, far less than what would fill the memory.
+# Limits for files that a person may have edited: far more than ours ever have, far less than would fill memory.
 MAX_BYTES, MAX_YAML_BYTES, MAX_DEPTH, MAX_INT = 256 << 20, 1 << 20, 64, 1 << 64
 
 
 @contextmanager
 def atomic_dir(final: Path, is_ours: Callable[[Path], object] | None = None) -> Iterator[Path]:
-    """A folder to write into, which takes its final name in one step when all of it is on disk; or vanishes.
+    """Gives a folder to write into, which gets its final name in one step once it is on disk; an error removes it.
 
     Args:
-        is_ours: called with a folder that is in the way and not empty: true, or it is not replaced. Without it, only
-            an empty folder is.
+        is_ours: called with a folder that is in the way and not empty, which is replaced only if this returns true.
+            Without it, only an empty folder is replaced.
     """
     final = final.absolute()
     with _failing(final), _workspace(final) as work:
@@ -67,7 +67,7 @@ def atomic_dir(final: Path, is_ours: Callable[[Path], object] | None = None) -> 
 
 def _put(work: Path, final: Path, is_ours: Callable[[Path], object] | None) -> None:
     try:
-        # Onto nothing, or onto an empty folder.
+        # Nothing, or an empty folder, is in the way.
         os.rename(work / NEW, final)
         return
     except OSError as error:
@@ -79,7 +79,7 @@ def _put(work: Path, final: Path, is_ours: Callable[[Path], object] | None) -> N
         raise ValueError(f"{final} is a file, so it is not replaced; expected a folder")
     if _exchange(work / NEW, final):
         return
-    # Without an exchange the name is missing for a moment: readers wait, and `recover` repairs a crash in between.
+    # Without an atomic exchange the name is missing for a moment: readers wait, and `recover` repairs a crash.
     (work / OLD).mkdir()
     os.rename(final, work / OLD / final.name)
     try:
@@ -90,7 +90,7 @@ def _put(work: Path, final: Path, is_ours: Callable[[Path], object] | None) -> N
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Writes a file that has its name only when all of it is on disk; a link of that name is replaced, not followed."""
+    """Writes a file atomically; a link of that name is replaced, not followed."""
     path = path.absolute()
     data = content.encode() if isinstance(content, str) else content
     with atomic_file(path) as part:
@@ -99,7 +99,7 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """The path of a file to write, with the same suffix, which takes its final name when it is complete."""
+    """Gives a path with the same suffix to write a file to, which gets its final name when it is complete."""
     path = path.absolute()
     with _failing(path), _workspace(path) as work:
         part = work / f"{NEW}{path.suffix}"
@@ -111,7 +111,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _failing(final: Path) -> Iterator[None]:
-    """Whatever keeps something from being written, as an OSError that says so."""
+    """Turns any failure to write into an OSError that names the target."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -122,10 +122,10 @@ def _failing(final: Path) -> Iterator[None]:
 def _workspace(final: Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     recover(final.parent)
-    # The limit of a name is 255 bytes.
+    # File names are limited to 255 bytes.
     name = os.fsdecode(os.fsencode(final.name)[:200])
     work = final.parent / f".{name}.tmp-{uuid.uuid4().hex}"
-    # Nobody else can plant anything in there.
+    # Other users cannot create anything in it.
     work.mkdir(mode=0o700)
     with _locked(work / LOCK) as lock:
         try:
@@ -133,13 +133,13 @@ def _workspace(final: Path) -> Iterator[Path]:
                 (work / LOCK).write_bytes(MARK)
             yield work
         finally:
-            # What cannot be removed now is removed by the next writer.
+            # If it cannot be removed now, the next writer removes it.
             with suppress(OSError):
                 _clear(work)
 
 
 def _clear(work: Path) -> None:
-    """Removes a workspace; the lock, by which it is known, goes last."""
+    """Removes a workspace; the lock, which identifies it, is removed last."""
     if not work.exists():
         return
     for path in work.iterdir():
@@ -154,24 +154,24 @@ def _clear(work: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Ends what killed writers have left in a folder: what was being replaced comes back, their workspaces go."""
+    """Cleans up after killed writers: restores what was being replaced, and removes their workspaces."""
     for work in workspaces(folder):
         with suppress(OSError), _locked(work / LOCK, is_new=False) as lock:
-            # Another process may have ended it meanwhile.
+            # Another process may have recovered it meanwhile.
             if lock is None or not _is_workspace(work):
                 continue
             for path in (work / OLD).iterdir() if (work / OLD).is_dir() else ():
                 if not os.path.lexists(folder / path.name):
                     os.rename(path, folder / path.name)
             _clear(work)
-    # A writer that was killed right at the start, or right at the end.
+    # The writer was killed at the very start or at the very end.
     for path in _named_as_workspaces(folder):
         with suppress(OSError):
             path.rmdir()
 
 
 def workspaces(folder: Path) -> list[Path]:
-    """The workspaces in a folder, whether somebody works in them or not."""
+    """The workspaces in a folder, in use or not."""
     return [path for path in _named_as_workspaces(folder) if _is_workspace(path)]
 
 
@@ -188,14 +188,14 @@ def _is_workspace(path: Path) -> bool:
         if not path.is_dir() or path.is_symlink() or (path / LOCK).is_symlink():
             return False
         mark = (path / LOCK).read_bytes()
-        # Killed before the mark was written, it holds nothing else.
-        return mark == MARK or (mark == b"" and os.listdir(path) == [LOCK])
+        # A writer killed before the mark was complete leaves nothing else.
+        return mark == MARK or (MARK.startswith(mark) and os.listdir(path) == [LOCK])
     except OSError:
         return False
 
 
 def remove_dir(folder: Path) -> None:
-    """Removes a folder, which loses its name first: a removal cut short leaves nothing that looks complete."""
+    """Removes a folder, renaming it first so that an interrupted removal leaves nothing that looks complete."""
     folder = folder.absolute()
     with _workspace(folder) as work:
         os.rename(folder, work / GONE)
@@ -203,7 +203,7 @@ def remove_dir(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Whether a lock file could be locked; the lock ends with the process, however that ends. Links are refused."""
+    """Tries to lock a file, and gives whether it could. The lock ends with the process. Links are refused."""
     with _locked(path) as lock:
         yield lock is not None
 
@@ -226,7 +226,7 @@ def _locked(path: Path, *, is_new: bool = True) -> Iterator[filelock.BaseFileLoc
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock; nothing is made or changed, and a file that can only be read will do."""
+    """True if a process holds a lock. Nothing is created or changed, and a read-only file will do."""
     try:
         import fcntl
     except ModuleNotFoundError:
@@ -242,7 +242,7 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        # Nothing that could be locked.
+        # There is no file to lock.
         return False
     finally:
         os.close(handle)
@@ -250,10 +250,10 @@ def is_locked(path: Path) -> bool:
 
 
 def read_dir(folder: Path, read: Callable[[Path], T]) -> T:
-    """What a function makes of a folder: of the old one or of the new one if it is replaced meanwhile, never of both.
+    """Calls a function on a folder, which sees the old or the new one if it is replaced meanwhile, never a mixture.
 
     Args:
-        read: called with the path to read from, and again if the folder was replaced before it was done.
+        read: called with the path to read from, again if the folder was replaced before it returned.
     """
     for attempt in range(ATTEMPTS):
         found = _whereabouts(folder, is_last=attempt > ATTEMPTS // 2)
@@ -271,13 +271,13 @@ def read_dir(folder: Path, read: Callable[[Path], T]) -> T:
 
 
 def _whereabouts(folder: Path, *, is_last: bool) -> Path:
-    """Where to read a folder: in its place, or where a writer without an exchange of names was killed."""
+    """The path to read a folder from: its own, or where a killed writer without atomic exchange left it."""
     aside = _aside(folder) if is_last and not folder.exists() else None
     return aside or folder
 
 
 def _aside(folder: Path) -> Path | None:
-    """Where a folder is that is being replaced without an exchange of names."""
+    """The path of a folder that is being replaced without an atomic exchange."""
     folder = folder.absolute()
     places = (work / OLD / folder.name for work in workspaces(folder.parent))
     return next((place for place in places if place.is_dir()), None)
@@ -285,15 +285,15 @@ def _aside(folder: Path) -> Path | None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[Callable[[], bool]]:
-    """A question whether the folder is still the one that it was, which stays open so that its inode is its own."""
+    """Holds a folder open, so that its inode is not reused, and gives a test whether its path still leads to it."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
-        # It is the same if nobody is about to put it back.
+        # It is unchanged unless a writer is about to restore it.
         yield lambda: not folder.exists() and _aside(folder) is None
         return
     except OSError:
-        # Systems that do not open folders.
+        # Some systems cannot open folders.
         yield lambda: True
         return
     try:
@@ -311,7 +311,7 @@ def _is_same(handle: int, folder: Path) -> bool:
 
 @cache
 def _renameat2() -> Callable[[bytes, bytes], int] | None:
-    """The system's call that exchanges two names, if it has one."""
+    """The system call that exchanges two names, or None."""
     libc = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux" and hasattr(libc, "renameat2"):
         at_cwd, exchange = -100, 2
@@ -335,7 +335,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def fsync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Flushes a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -344,12 +344,12 @@ def fsync(path: Path) -> None:
 
 
 def open_new(path: Path, mode: str = "ab") -> BinaryIO:
-    """Opens a file to write where a link of that name is refused: it could lead anywhere."""
+    """Opens a file for writing and refuses a symbolic link, which could lead anywhere."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666))  # type: ignore[return-value]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file in the dtypes given; tensors that are one and the same are stored once."""
+    """Writes a safetensors file in the given dtypes; identical tensors are stored once."""
     unique: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -366,31 +366,37 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         first[key] = name
         storage = tensor.untyped_storage().data_ptr()
         tensor = tensor.detach().cpu().contiguous()
-        # Views of one storage that differ become tensors of their own.
+        # Different views of one storage are stored separately.
         unique[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
-    # One entry: safetensors writes several in a random order, and the same tensors are to be the same bytes.
+    # A single entry: safetensors writes several in random order, and equal tensors have to give equal bytes.
     save_file(unique, path, metadata={SHARED: json.dumps(shared)} if shared else {"format": "pt"})
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or a FileError that says what is wrong with it."""
+    """Reads the tensors of a safetensors file, or raises a FileError that says what is wrong."""
+    with open_tensors(path) as file:
+        # Copied, so that the file may be replaced or removed while they are in use.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        shared = parse_json((file.metadata() or {}).get(SHARED, "{}"), path)
+        return tensors | {name: tensors[source] for name, source in shared.items()}
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file to read from; whatever is wrong with it is a FileError."""
     _check_file(path)
     try:
         with _named_in_utf8(path) as name, safe_open(name, framework="pt", device="cpu") as file:
-            # Copies, so that the file may be replaced or removed while they live.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-        shared = parse_json(metadata.get(SHARED, "{}"), path)
-        return tensors | {name: tensors[source] for name, source in shared.items()}
-    # A dtype that torch does not have is a KeyError or an AttributeError, a lie about sizes a RuntimeError.
+            yield file
+    # An unknown dtype raises KeyError or AttributeError, and wrong sizes raise RuntimeError.
     except (SafetensorError, OSError, KeyError, TypeError, AttributeError, RuntimeError, FileError) as error:
         raise FileError(f"{path} is not a complete safetensors file: {_line(error)}") from error
 
 
 @contextmanager
 def _named_in_utf8(path: Path) -> Iterator[Path]:
-    """The path, or a link to it: safetensors reads no other names, though it writes them."""
+    """A path that is valid UTF-8, if necessary a link: safetensors writes other names but cannot read them."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -406,7 +412,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def dumps(what: str, value: Any) -> str:
-    """JSON, or a ValueError: NaN and tensors are not JSON."""
+    """Serializes a value as JSON, or raises ValueError: NaN and tensors are not JSON."""
     try:
         return json.dumps(value, indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
@@ -414,11 +420,11 @@ def dumps(what: str, value: Any) -> str:
 
 
 class FileError(ValueError):
-    """A file that cannot be used as it is. The message names it, and says what is wrong and what was expected."""
+    """A file cannot be used. The message names it, and says what is wrong and what was expected."""
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES, *, errors: str = "strict") -> str:
-    """The text of a file, or a FileError: it has to be a file, of some length at most, in UTF-8."""
+    """Reads a UTF-8 file of limited length, or raises FileError."""
     _check_file(path)
     try:
         with open(path, "rb") as file:
@@ -434,17 +440,17 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES, *, errors: str = "strict")
 
 
 def parse_json(text: str, where: object, *, allow_nan: bool = False) -> Any:
-    """A value from JSON that somebody else may have written, or a FileError.
+    """Parses JSON from an untrusted source, or raises FileError.
 
     Args:
-        where: for the message.
-        allow_nan: take NaN and infinities, which other people's files may have.
+        where: the place that messages name.
+        allow_nan: accept NaN and infinities, which files of other programs may have.
     """
     return _parsed(json.loads, text, where, "JSON", allow_nan=allow_nan)
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES, allow_nan: bool = False) -> dict[str, Any]:
-    """The JSON object in a file, or a FileError that says what is wrong with it."""
+    """Reads the JSON object in a file, or raises a FileError that says what is wrong."""
     value = parse_json(read_text(path, max_bytes), path, allow_nan=allow_nan)
     if not isinstance(value, dict):
         raise FileError(f"{path} holds a {type(value).__name__}, expected a JSON object")
@@ -452,18 +458,18 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES, allow_nan: bool = False
 
 
 def parse_toml(text: str, where: object) -> dict[str, Any]:
-    """The tables of a TOML file, or a FileError."""
+    """Parses TOML, or raises FileError."""
     import tomllib
 
-    # Whether a number may be infinite is for its option to say.
+    # Infinite numbers are left to the checks of each option.
     return _parsed(tomllib.loads, text, where, "TOML", allow_nan=True)
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file of plain values holds, or a FileError. Aliases are refused: a few of them make gigabytes."""
+    """Reads a YAML file of plain values, or raises FileError. Aliases are refused: a few can expand to gigabytes."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.events.AliasEvent):
                 raise yaml.YAMLError("it has an alias (*), which is not read here")
@@ -472,7 +478,7 @@ def read_yaml(path: Path) -> Any:
     def load(text: str) -> Any:
         try:
             return yaml.load(text, Loader)
-        # Dates that are none are ValueErrors, keys that cannot be keys TypeErrors.
+        # Invalid dates raise ValueError, and unhashable keys TypeError.
         except (yaml.YAMLError, TypeError) as error:
             raise ValueError(error) from error
 
@@ -492,7 +498,7 @@ def _parsed(parse: Callable[[str], Any], text: str, where: object, kind: str, *,
 
 
 def _excess(value: Any, *, allow_nan: bool) -> str | None:
-    """What no file of this lab has: deep nesting, numbers of any length, numbers that are none."""
+    """Describes what exceeds the limits: deep nesting, overlong integers, or numbers that are not finite."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
@@ -514,23 +520,24 @@ def _excess(value: Any, *, allow_nan: bool) -> str | None:
 
 
 def entry(content: Any, key: str, kind: type[T], where: object) -> T:
-    """An entry of a JSON object that has to be there and of a type, or a FileError."""
+    """The entry of a JSON object, or a FileError if it is missing or of another type."""
     if not isinstance(content, Mapping):
         raise FileError(f"{where} holds {brief(content)} where an object with {key!r} was expected")
     if key not in content:
         raise FileError(f"{where} has no {key!r}")
-    value = content[key]
-    accepted = int | float if kind is float else kind
+    value: Any = content[key]
+    accepted: Any = int | float if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise FileError(f"{where}: {key!r} is {brief(value)}; expected {_KINDS.get(kind, kind.__name__)}")
-    return value
+    result: T = value
+    return result
 
 
 _KINDS: dict[Any, str] = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
 
 
 def brief(value: object) -> str:
-    """A value for a message, whatever its size."""
+    """The text of a value for a message, shortened."""
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = 80
     shortener.maxlevel = 3
@@ -538,7 +545,7 @@ def brief(value: object) -> str:
 
 
 def _check_file(path: Path) -> None:
-    # A pipe or a device would keep its reader waiting.
+    # Reading a pipe or a device could block.
     if not path.is_file():
         raise FileError(f"{path} is not a file" if path.exists() else f"{path} is missing")
 
@@ -556,7 +563,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: object) -> None:
 def _errno(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno
-    # safetensors writes in its own language and reports the number in its message.
+    # safetensors raises its own error, with the error number in the message.
     found = re.search(r"os error (\d+)", str(error))
     return int(found[1]) if found else 5
 

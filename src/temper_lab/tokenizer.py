@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,31 +15,32 @@ import torch
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from temper.registry import check_int
 from temper_lab.io import FileError, atomic_write, brief, parse_json, read_text
 
 BOS = "<|bos|>"
 FILE_NAME = "tokenizer.json"
-# 256 bytes and the BOS; and no more than a model can have (the backend would set memory aside for all of them).
+# 256 bytes and the BOS; at most as many as a model can have, because the backend allocates memory for all of them.
 MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 1 << 24
 
 SPLIT_PATTERN = "|".join(
     (
         r"'(?i:[sdmt]|ll|ve|re)",  # English contractions
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word with the one space or sign before it
-        r"\p{N}{1,2}",  # short digit runs: few tokens go to numbers in a small vocabulary
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word with the space or sign before it
+        r"\p{N}{1,2}",  # short runs of digits, so that a small vocabulary spends few tokens on numbers
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # signs, and the line end after them
         r"\s*[\r\n]+",  # line ends
-        r"\s+(?!\S)",  # spaces, but the last one belongs to the next word
+        r"\s+(?!\S)",  # spaces; the last one belongs to the next word
         r"\s+",
     )
 )
 
 
 class Tokenizer:
-    """Text to ids and back, byte for byte. `train` makes one, `load` reads one."""
+    """Converts text to ids and back, byte for byte. `train` makes one, `load` reads one."""
 
     def __init__(self, backend: Backend) -> None:
-        # Text never turns into a special token: "<|bos|>" in a document is seven ordinary characters.
+        # Text never becomes a special token: "<|bos|>" in a document is seven ordinary characters.
         backend.encode_special_tokens = True
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size()
@@ -53,14 +56,10 @@ class Tokenizer:
         """Trains on texts; the same texts give the same tokenizer.
 
         Args:
-            vocab_size: with the bytes and the BOS; too little text to find that many tokens gives a smaller one.
+            vocab_size: the number of tokens, including bytes and BOS; too little text gives a smaller vocabulary.
         """
-        is_whole = isinstance(vocab_size, int) and not isinstance(vocab_size, bool)
-        if not is_whole or not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size is {brief(vocab_size)}; expected at least {MIN_VOCAB_SIZE} (256 bytes and {BOS}) "
-                f"and at most {MAX_VOCAB_SIZE:,}"
-            )
+        limits = f"at least {MIN_VOCAB_SIZE} (256 bytes and {BOS}) and at most {MAX_VOCAB_SIZE:,}"
+        check_int("vocab_size", vocab_size, MIN_VOCAB_SIZE, MAX_VOCAB_SIZE, limits)
         if isinstance(texts, str):
             raise ValueError("texts is one string; expected an iterable of strings")
         backend = Backend(models.BPE())
@@ -82,7 +81,7 @@ class Tokenizer:
         return cls(backend)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """The ids of a text, after a BOS if asked."""
+        """The ids of a text, after a BOS if requested."""
         return self.encode_batch([text], bos=bos)[0]
 
     def encode_batch(self, texts: Sequence[str], *, bos: bool = False) -> list[list[int]]:
@@ -90,7 +89,7 @@ class Tokenizer:
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError:
-            # The backend does not say which text, nor that UTF-8 was the trouble.
+            # The backend's error names neither the text nor the cause.
             list(_checked(texts))
             raise
         start = [self.bos] if bos else []
@@ -109,7 +108,7 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def bytes_per_token(self, texts: Iterable[str]) -> float:
-        """How many bytes of UTF-8 a token stands for, on average, in these texts."""
+        """The mean number of UTF-8 bytes per token in these texts."""
         num_bytes = num_tokens = 0
         for text in texts:
             num_bytes += len(text.encode())
@@ -129,7 +128,7 @@ class Tokenizer:
         return self._backend.to_str(pretty=True)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes `tokenizer.json`, all of it or nothing."""
+        """Writes `tokenizer.json` atomically."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write(folder / FILE_NAME, self.to_json())
@@ -146,16 +145,35 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str, path: str | Path) -> Tokenizer:
-        """A tokenizer from the content of a file; the path is for messages."""
+        """A tokenizer from the content of a file; `path` is used in messages."""
         if reason := _foreign(parse_json(text, path, allow_nan=True)):
             raise FileError(f"{path}: not a tokenizer of this lab: {reason}")
         try:
-            return cls(Backend.from_str(text))
-        # The backend raises bare Exceptions, and panics are not even those.
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
+            with panics_caught():
+                return cls(Backend.from_str(text))
+        # The backend raises plain Exceptions.
+        except Exception as error:
             raise FileError(f"{path}: not a tokenizer of this lab: {error}") from error
+
+
+@contextmanager
+def panics_caught() -> Iterator[None]:
+    """Turns a panic of the backend, which is a BaseException and prints a stack to stderr, into a ValueError."""
+    with ExitStack() as stack:
+        # If it is closed there is nothing to keep clean.
+        with suppress(OSError):
+            kept = os.dup(2)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, 2)
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 2)
+            os.close(silent)
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"the library tokenizers failed: {error}") from error
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:
@@ -170,7 +188,7 @@ def _checked(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _foreign(content: Any) -> str | None:
-    """Why the content of a tokenizer.json could not be ours, or None."""
+    """The reason why the content of a tokenizer.json cannot be one of ours, or None."""
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         return "it has no model"
     if content["model"].get("type") != "BPE":
@@ -183,6 +201,9 @@ def _foreign(content: Any) -> str | None:
     for step in ("normalizer", "post_processor"):
         if content.get(step) is not None:
             return f"it has a {step}, which changes texts; expected none"
+    for option in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+        if content["model"].get(option) is not None:
+            return f"its model has a {option}, which changes ids; expected none"
     added, vocab = content.get("added_tokens") or [], content["model"].get("vocab")
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         return "it has no list of special tokens"
@@ -191,16 +212,16 @@ def _foreign(content: Any) -> str | None:
         return f"its special tokens are {brief(specials)}, expected {BOS} alone"
     if not isinstance(vocab, dict):
         return "its model has no vocabulary"
-    # The backend would quietly move it.
+    # The backend would silently move it.
     if (bos := added[0].get("id")) != len(vocab):
         return f"{BOS} has id {brief(bos)}, expected the top id, {len(vocab)}"
     return None
 
 
 def _raw_bytes(backend: Backend, size: int) -> list[bytes]:
-    """The bytes behind each of the first `size` tokens, which the backend writes as printable characters."""
+    """The bytes of each of the first `size` tokens, which the backend represents as printable characters."""
     byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
-    # Ids with a gap between them have no token, and no bytes.
+    # An id in a gap of the vocabulary has no token and no bytes.
     tokens = [backend.id_to_token(index) or "\0" for index in range(size)]
     try:
         raw = [bytes(byte_of[char] for char in token) for token in tokens]
@@ -212,7 +233,7 @@ def _raw_bytes(backend: Backend, size: int) -> list[bytes]:
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself if it prints, or one from 256 on."""
+    """The character for each byte in byte-level BPE: the byte itself if it is printable, otherwise one from 256 on."""
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printing else next(others)) for byte in range(256)]

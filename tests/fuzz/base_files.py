@@ -47,11 +47,17 @@ def make(folder: Path) -> None:
     write_bundle(folder / "bundle")
     shutil.make_archive(str(folder / "bundle"), "zip", folder / "bundle")
     _llama(folder / "llama", texts)
+    shutil.copytree(conftest.__file__.replace("conftest.py", "fixtures/study"), folder / "done")
+    shutil.copy(folder / "done" / "results.json", folder / "known.json")
+    words = ["upcycle", "--model", str(folder / "llama"), "--streams", "2", "--out", str(folder / "upcycled")]
+    assert main(words) == 0
+    assert main(["export", "--model", str(folder / "model"), "--out", str(folder / "exported")]) == 0
 
 
 def _study(folder: Path, words: list[str]) -> None:
     from temper_lab import recipe
-    from temper_lab.compare.study import Study, override, read_grid
+    from temper_lab.study.grid import override, read_grid
+    from temper_lab.study.spec import Study
 
     folder.mkdir()
     settings = recipe.load(words[2])
@@ -67,6 +73,11 @@ def _llama(folder: Path, texts: list[str]) -> None:
     from test_hugging_face import byte_level, fast, llama
 
     torch.manual_seed(0)
-    llama(400).save_pretrained(folder)
-    fast(byte_level(texts), bos_token="<|endoftext|>").save_pretrained(folder)
+    network = llama(400)
+    sharded = folder.with_name("sharded")
+    network.save_pretrained(folder)
+    network.save_pretrained(sharded, max_shard_size="50KB")
+    assert (sharded / "model.safetensors.index.json").is_file()
+    for each in (folder, sharded):
+        fast(byte_level(texts), bos_token="<|endoftext|>").save_pretrained(each)
     assert transformers.AutoTokenizer.from_pretrained(folder).bos_token_id is not None

@@ -43,7 +43,7 @@ class Case:
     """A command, with {root} for the folder that it works in, and what is changed there before.
 
     Args:
-        trees: parts of the base that it needs.
+        trees: parts of the base that it needs; "a:b" is the part a, under the name b.
         files: contents by path.
         writes: where it may write; everything else has to stay as it is.
     """
@@ -69,6 +69,7 @@ class Case:
 MODEL = ("sample", "--model", "{root}/model", "--max-tokens", "1")
 BPB = ("--corpus", "{root}/corpus", "--batches", "1", "--rows", "1", "--context", "16")
 CORE = ("eval", "core", "--model", "{root}/model", "--bundle", "{root}/bundle", "--max-per-task", "4")
+AGAIN = ("compare", "--out", "{root}/done", "--no-cost", "--jobs", "1")
 TRAIN = ("train", "--recipe", "{root}/tiny.toml")
 DRY = (*TRAIN, "--dry-run")
 
@@ -105,7 +106,28 @@ TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
         ("train", "--out", "{root}/checkpoints", "--resume"),
         ("checkpoints",),
     ),
+    *(
+        (
+            f"checkpoints/checkpoints/step-000002/{name}.safetensors",
+            ("checkpoints", "corpus"),
+            ("train", "--out", "{root}/checkpoints", "--resume"),
+            ("checkpoints",),
+        )
+        for name in ("model", "optimizer")
+    ),
     ("study/study.json", ("study", "corpus"), ("compare", "--out", "{root}/study", "--dry-run"), ()),
+    *((f"done/{name}", ("done",), AGAIN, ("done",)) for name in ("study.json", "results.json")),
+    ("known.json", ("done",), ("compare", "--out", "{root}/done", "--dry-run", "--known", "{root}/known.json"), ()),
+    *(
+        (f"done/runs/residual-n1-s0/{name}", ("done",), AGAIN, ("done",))
+        for name in ("run.json", "metrics.jsonl", "timing.jsonl", "core.json")
+    ),
+    (
+        "done/runs/temper-cp-n2-s0/model/config.json",
+        ("done",),
+        ("report", "{root}/done", "--out", "{root}/out", "--json"),
+        ("out",),
+    ),
     ("study/results.json", ("study",), ("report", "{root}/study", "--out", "{root}/out"), ("out",)),
     ("tiny.toml", ("tiny.toml", "corpus"), DRY, ()),
     ("tiny.toml", ("tiny.toml", "corpus"), ("compare", *DRY[1:]), ()),
@@ -126,6 +148,15 @@ TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
         ("upcycle", "--model", "{root}/llama", "--streams", "2", "--out", "{root}/out"),
         ("out",),
     ),
+    (
+        "sharded/model.safetensors.index.json",
+        ("sharded", "corpus"),
+        ("eval", "bpb", "--model", "{root}/sharded", *BPB),
+        (),
+    ),
+    ("upcycled/config.json", ("upcycled", "corpus"), ("eval", "bpb", "--model", "{root}/upcycled", *BPB), ()),
+    ("exported/config.json", ("exported", "corpus"), ("eval", "bpb", "--model", "{root}/exported", *BPB), ()),
+    ("exported/config.json", ("exported",), ("theory", "--model", "{root}/exported", "--text", "the law of peace"), ()),
     ("model/config.json", ("model",), ("inspect", "--run", "{root}/model", "--text", "law", "--json", "-"), ()),
     ("model/config.json", ("model",), ("theory", "--model", "{root}/model", "--text", "the law of peace"), ()),
 ]
@@ -133,11 +164,14 @@ TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
 # A command with options that make it quick, for strange values of all its other options.
 COMMANDS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     (DRY, ("tiny.toml", "corpus"), ()),
+    ((*DRY, "--gpu", "H100", "--gpus-per-node", "1"), ("tiny.toml", "corpus"), ()),
     (("compare", *DRY[1:]), ("tiny.toml", "corpus"), ()),
     (MODEL, ("model",), ()),
     (("inspect", "--run", "{root}/model", "--text", "the law", "--out", "{root}/out.html"), ("model",), ("out.html",)),
     (("eval", "bpb", "--model", "{root}/model", *BPB), ("model", "corpus"), ()),
     (("export", "--model", "{root}/model", "--out", "{root}/out"), ("model",), ("out",)),
+    # Over something that is there.
+    (("export", "--model", "{root}/model", "--out", "{root}/out"), ("model", "exported:out"), ("out",)),
     (
         ("upcycle", "--model", "{root}/model", "--streams", "4", "--preset", "temper-cp", "--out", "{root}/out"),
         ("model",),
@@ -161,7 +195,40 @@ COMMANDS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     (("tokenizer", "info", "--path", "{root}/model"), ("model",), ()),
     (("theory", "--model", "{root}/model", "--text", "the law of peace"), ("model",), ()),
     (("params", "--streams", "2"), (), ()),
+    (("params", "--streams", "2", "--json"), (), ()),
+    (("bench", "--count", "--streams", "2", "--methods", "temper-cp"), (), ()),
+    (("gpu-check", "--out", "{root}/out"), (), ("out",)),
+    (("data", "check", "--folder", "{root}/corpus"), ("corpus",), ()),
+    (("compare", "--out", "{root}/done", "--dry-run"), ("done",), ()),
+    (("compare", *DRY[1:], "--vary", "optim.matrix_lr=0.1,0.2"), ("tiny.toml", "corpus", "done"), ()),
+    (("completion", "bash"), (), ()),
 ]
+# Of options that take neither numbers nor names, beside the values that any option gets.
+VALUES = {
+    "--vary": (
+        "train.steps=1,2",
+        "train.steps=" + ",".join(map(str, range(2_000))),
+        "optim.matrix_lr=" + "0.1," * 30_000,
+        "optim.matrix_lr=nan,inf,1e400",
+        "model.depth=1,1e9," + "9" * 400,
+        "train.steps=[[1]]",
+        "train.steps=" + "[" * 5000,
+        "model.depth=",
+        "=1",
+        "train.prompts=[",
+        "data.corpus=/etc",
+        "model.preset=mhc",
+        "train.start=/etc/passwd",
+        "model.softcap=\x1b[2J,1",
+    ),
+    "--known": ("{root}/done/results.json", "{root}/done", "{root}/tiny.toml", "{root}"),
+    "--import": ("os.path", "nothing.there", "..", "a b", "sys;x"),
+    "--methods": ("temper-cp:rank=" + "9" * 400, "mhc:x=[", "temper-cp:rank=1e9", "mhc," * 3000, "temper-tt:rank=0x0"),
+    "--seeds": ("1 " * 10, "0"),
+    "--sites": ("[0]", "0,1,x"),
+    "--text": ("\x1b]0;x\x07", "a" * 100_000),
+    "--prompt": ("\x1b]0;x\x07", "<|bos|>" * 1000),
+}
 # What would take long by being asked for, or leave the folder.
 SLOW = {
     "--launch",
@@ -184,16 +251,24 @@ def case_of(base: Path, seed: int, number: int) -> Case:
     if kind < len(TARGETS):
         path, trees, words, writes = TARGETS[kind]
         source = base / path
+        # A file that need not be there.
         content = source.read_bytes() if source.is_file() else b"{}"
         files = {path: mutated(content, source.suffix, rng)}
         if "step-0" in path and rng.random() < 0.7:
             files |= _fitting_manifest(base, path, files[path])
         return Case(f"{seed}-{number}", list(words), trees, files, writes)
     words, trees, writes = COMMANDS[kind - len(TARGETS)]
-    options = [option for option in options_of(words) if option not in SLOW]
+    # A file in two commands, a flag in the others.
+    left_out = SLOW if words[0] in ("inspect", "theory") else SLOW - {"--json"}
+    options = [option for option in options_of(words) if option not in left_out]
     extra: list[str] = []
     for option in rng.sample(options, min(len(options), rng.choice((1, 1, 1, 2, 3)))):
-        extra += [option, *(strange_value(rng) for _ in range(rng.choice((1, 1, 1, 1, 0, 2))))]
+        own = VALUES.get(option)
+        count = rng.choice((1, 1, 1, 1, 0, 2))
+        extra += [
+            option,
+            *(rng.choice(own) if own and rng.random() < 0.7 else strange_value(rng) for _ in range(count)),
+        ]
     return Case(f"{seed}-{number}", [*words, *extra], trees, {}, writes)
 
 
@@ -284,8 +359,8 @@ def problems_of(case: Case, base: Path) -> tuple[list[str], str]:
     with tempfile.TemporaryDirectory(prefix="temper-fuzz-") as name:
         root = Path(name)
         for tree in case.trees:
-            source = base / tree
-            shutil.copytree(source, root / tree) if source.is_dir() else shutil.copy(source, root / tree)
+            source, target = base / tree.partition(":")[0], root / tree.rpartition(":")[2]
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
         for path, content in case.files.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_bytes(content)
@@ -313,6 +388,8 @@ def problems_of(case: Case, base: Path) -> tuple[list[str], str]:
     allowed = tuple(case.writes)
     if foreign := [path for path in changed if not path.startswith(allowed or ("\0",))]:
         found.append(f"changed {foreign[:3]}")
+    if code and (lost := [path for path in changed if path.startswith("out") and path in before]):
+        found.append(f"lost {lost[:3]}")
     if parts := [path for path in after if ".tmp-" in path or path.endswith(".part")]:
         found.append(f"half-written {parts[:3]}")
     return found, f"$ temper {' '.join(case.words)[:2000]}\n{said[-3000:]}"
@@ -351,7 +428,8 @@ def prepare() -> None:
     import temper_lab
 
     for module in pkgutil.walk_packages(temper_lab.__path__, "temper_lab."):
-        if not module.name.endswith("__main__"):
+        # Integrations need the package that they integrate with.
+        if not module.name.endswith("__main__") and ".interop." not in module.name:
             importlib.import_module(module.name)
     # Imported late by others, every time for a second.
     importlib.import_module("matplotlib.backends.backend_svg")

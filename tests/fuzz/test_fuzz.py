@@ -7,14 +7,16 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutate import mutated
 
 import fuzz
-from temper_lab import io, metrics
+from temper_lab import io
 from temper_lab.recipe import Recipe
 from temper_lab.tokenizer import Tokenizer
+from temper_lab.train import run_dir, shards
 
 CASES, SEED = 204, 16
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -54,7 +56,7 @@ JSON = st.recursive(
 def test_readers_raise_file_errors_alone(content, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(content)
-    for read in (io.read_json, io.read_yaml, io.read_tensors, metrics.read, Tokenizer.load):
+    for read in (io.read_json, io.read_yaml, io.read_tensors, run_dir.read_log, Tokenizer.load):
         with contextlib.suppress(io.FileError):
             read(path)
     with contextlib.suppress(io.FileError):
@@ -73,6 +75,22 @@ def test_values_of_any_shape_are_a_recipe_or_a_value_error(value):
         with pytest.raises(ValueError, match=r".+"):
             Recipe.from_dict(given_value)
     io.brief(value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_index_of_shards_is_read_or_a_file_error(tmp_path):
+    """Only processes that share a model write one, which is too slow for a case of the fuzzer."""
+    chunks = [[[0, 0], [2, 3], "shard-00000.safetensors"], [[2, 0], [3, 3], "shard-00000.safetensors"]]
+    tensors = {"model.w": {"dtype": "float32", "shape": [5, 3], "chunks": chunks}}
+    index = io.dumps("the index", {"format": shards.FORMAT, "tensors": tensors}).encode()
+    parts = {"model.w@0,0": torch.ones(2, 3), "model.w@2,0": torch.ones(3, 3)}
+    io.write_tensors(tmp_path / "shard-00000.safetensors", parts)
+    (tmp_path / shards.INDEX).write_bytes(index)
+    assert torch.equal(shards.read(tmp_path, "model")["w"], torch.ones(5, 3))
+    for number in range(300):
+        (tmp_path / shards.INDEX).write_bytes(mutated(index, ".json", random.Random(number)))
+        with contextlib.suppress(io.FileError):
+            shards.read(tmp_path, "model")
 
 
 def test_a_case_is_decided_by_its_number(base):

@@ -31,7 +31,7 @@ head_lr = 0.1
 [train]
 steps = 12
 batch_tokens = 256
-rows = 4
+device_batch_size = 4
 val_every = 4
 val_batches = 2
 save_every = 3

@@ -2,9 +2,9 @@
 
 import torch
 
-from temper_lab.checkpoint import save_model
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.tokenizer import Tokenizer
+from temper_lab.train.model_dir import save_model
 
 TEXT = "the people of this union have seen peace and war with courage"
 

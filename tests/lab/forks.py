@@ -15,8 +15,8 @@ import sys
 
 def serve(path: str) -> None:
     import temper_lab.cli.compare
-    import temper_lab.compare.run
-    import temper_lab.train  # noqa: F401
+    import temper_lab.study.run
+    import temper_lab.train.trainer  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:
@@ -28,12 +28,12 @@ def serve(path: str) -> None:
             if os.fork() == 0:
                 server.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                attend(connection)
+                attention_branch(connection)
                 os._exit(0)
             connection.close()
 
 
-def attend(connection: socket.socket) -> None:
+def attention_branch(connection: socket.socket) -> None:
     """Runs what was asked for in a process of its own, and reports its end."""
     message, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     words, folder, environment = json.loads(message)

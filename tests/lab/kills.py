@@ -29,7 +29,7 @@ def run(action: Callable[[], int], root: Path, die_at: int | None = None) -> tup
                 os._exit(9)
 
         def hook(event: str, arguments: tuple) -> None:
-            if event not in EVENTS or not _is_inside(arguments[0], inside):
+            if event not in EVENTS or not _place(event, arguments).startswith(inside):
                 return
             if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITING):
                 return
@@ -54,8 +54,16 @@ def run(action: Callable[[], int], root: Path, die_at: int | None = None) -> tup
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), calls
 
 
-def _is_inside(path: object, root: str) -> bool:
-    return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(root)
+def _place(event: str, arguments: tuple) -> str:
+    """Where a call does something: names may be relative to a folder that is open, as those that rmtree removes are."""
+    path = arguments[0]
+    if isinstance(path, int):
+        return os.readlink(f"/proc/self/fd/{path}")
+    path = os.fsdecode(path)
+    folder = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2, "os.chmod": 2}.get(event)
+    if folder is None or arguments[folder] < 0:
+        return os.path.abspath(path)
+    return os.path.join(os.readlink(f"/proc/self/fd/{arguments[folder]}"), path)
 
 
 def _count_calls_without_events(count: Callable[[], None]) -> None:

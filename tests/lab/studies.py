@@ -1,10 +1,14 @@
 """The content of a results.json, made up: nothing was trained."""
 
+import json
 import random
 
 import temper
 from temper_lab import recipe as recipes
-from temper_lab.compare.vary import ordered, suffix
+from temper_lab.report.view import StudyView
+from temper_lab.report.write import compute
+from temper_lab.study.results import Results
+from temper_lab.study.vary import ordered, suffix
 
 MODEL = {"depth": 3, "vocab_size": 2048, "context": 256, "head_dim": 64}
 STEPS, VAL_EVERY = 120, 15
@@ -92,6 +96,18 @@ def results(runs, *, cost=None, **changes):
         "cost": cost,
         **changes,
     }
+
+
+def loaded(raw):
+    return Results.from_dict(json.loads(json.dumps(raw)))
+
+
+def viewed(raw):
+    return StudyView.of(loaded(raw))
+
+
+def computed(raw):
+    return compute(loaded(raw))
 
 
 def _of(recipe, name):

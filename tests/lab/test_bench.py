@@ -9,15 +9,12 @@ import torch.nn.functional as F
 
 import temper
 from temper.ops import fused
-from temper_lab.bench import Setting, peers
-from temper_lab.bench.bandwidth import site_bytes
-from temper_lab.bench.blocks import Stack, branches
-from temper_lab.bench.cases import RESIDUAL, Case, sort_out
-from temper_lab.bench.measure import Run, interleave, spread
-from temper_lab.bench.run import ahead_of_peers, pinned
-from temper_lab.bench.saved import kept_bytes, saved_bytes
+from temper_lab.bench import Setting, cases, gpu
+from temper_lab.bench.benchmark import ahead_of_peers
+from temper_lab.bench.cases import RESIDUAL, Case, Stack, branches, sort_out
+from temper_lab.bench.measure import Run, interleave, kept_bytes, pinned, saved_bytes, site_bytes, spread
 from temper_lab.cli import main
-from temper_lab.memory import keep_freed_memory
+from temper_lab.console import keep_freed_memory
 
 TINY = ["bench", "--width", "32", "--tokens", "16", "--rounds", "2", "--streams", "2", "--growth", "2", "4"]
 FAST = [*TINY, "--methods", "temper-cp", "--parts", "pair"]
@@ -65,6 +62,7 @@ def test_the_values_are_sensible(report):
     for row in [*report["pair"], *report["peers"]]:
         assert 0 < row["site_ms"]["min"] <= row["site_ms"]["low"] <= row["site_ms"]["median"] <= row["site_ms"]["high"]
         assert row["ratio"] > 1
+        assert row["chained_ratio"] > 1
         assert row["pair_ratio"] > 0
         assert 1.2 < row["saved_ratio"] < 10
         assert row["bytes"] == site_bytes(2, 32, 16) == (8 * 2 + 5) * 32 * 16 * 4
@@ -106,14 +104,14 @@ def test_a_backend_that_is_wrong_is_refused(monkeypatch, capsys):
     assert main([*FAST, "--backends", "fused", "--json"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "error: temper-cp, N=2, fused: the gradient of streams is off by 1.0e-03" in captured.err
+    assert "error: temper-cp, N=2, fused: the gradient of streams is off by 1." in captured.err
     assert main([*FAST, "--backends", "naive", "--json"]) == 0
 
 
 def test_a_backend_without_a_number_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(fused, "finish", lambda streams, *_: torch.full_like(streams, torch.nan))
     assert main([*FAST, "--backends", "fused"]) == 1
-    assert "the next streams is off by nan" in capsys.readouterr().err
+    assert "the next x is off by nan" in capsys.readouterr().err
 
 
 def test_kept_bytes_of_a_case_by_hand():
@@ -192,7 +190,7 @@ def test_without_the_peers_the_bench_goes_on(monkeypatch, capsys):
             raise ModuleNotFoundError(name=name)
         return real(name, *arguments)
 
-    monkeypatch.setattr(peers.importlib, "import_module", missing)
+    monkeypatch.setattr(cases.importlib, "import_module", missing)
     assert main([*FAST, "--backends", "naive"]) == 0
     out = capsys.readouterr().out
     assert "hyper-connections is not installed" in out
@@ -257,3 +255,9 @@ def test_what_is_wrong_is_said_in_one_line(arguments, message, capsys):
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_the_cases_of_a_gpu_check_are_presets():
+    cases = gpu.full().cases
+    assert len(cases) > 8
+    assert {case[0] for case in cases} <= set(temper.PRESETS)

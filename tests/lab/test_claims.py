@@ -10,19 +10,17 @@ from dataclasses import replace
 import numpy
 import pytest
 import scipy.stats
-from studies import results, run_entry
+from studies import computed, results, run_entry, viewed
 
 from temper_lab import recipe
 from temper_lab.cli import main
-from temper_lab.compare.claims import claims_of
-from temper_lab.compare.study import Study, read_grid
-from temper_lab.report import Study as Results
-from temper_lab.report import draw, interactive
-from temper_lab.report.claims import Claim, Kind, Record, joined, judge, read_claims
-from temper_lab.report.compute import compute
-from temper_lab.report.core import core_table
-from temper_lab.report.formats import Column, Table, as_markdown
+from temper_lab.report import plots_mpl, plots_plotly
 from temper_lab.report.outcomes import claim_lines, explanation, outcomes
+from temper_lab.report.table import Column, Table, as_markdown
+from temper_lab.report.tables import core_table
+from temper_lab.study.claims import Claim, Kind, Record, joined, judge, read_claims
+from temper_lab.study.grid import read_grid
+from temper_lab.study.spec import Study, claims_of
 
 MARGIN = 0.003
 RECORD = {"added": "2026-11-18", "runs_started": 0, "runs_finished": 0}
@@ -210,6 +208,34 @@ def test_few_seeds_are_open_and_say_so():
     assert "Open: 5 seeds cannot tell whether mhc is not worse than residual" in noisy.findings[0].sentence
 
 
+def test_a_study_that_goes_on_leaves_its_claims_open_with_what_there_is():
+    def entries(method, finished, bpb):
+        done = [run_entry(method, 4, seed, bpb=bpb + seed / 50) for seed in range(finished)]
+        return done + [run_entry(method, 4, seed, status="waiting") for seed in range(finished, 4)]
+
+    for finished, words in (
+        (4, "Shown: mhc is better than residual at N = 4 (-0.1"),
+        (2, "Open: 2 of 4 seeds have finished; so far mhc is better than residual at N = 4 (-0.1"),
+        (1, "Open: only one seed has all of the runs that it takes (4 are planned)"),
+        (0, "Open: no seed has all of the runs that it takes (4 are planned)"),
+    ):
+        runs = entries("residual", 3 if finished < 4 else 4, 2.0) + entries("mhc", finished, 1.9)
+        # One that failed or was skipped is not waited for.
+        runs += [run_entry("residual", seed=9, bpb=2.0), run_entry("mhc", 4, 9, status="failed")]
+        content = computed(results(runs, claims=[claim("better", record=RECORD)]))
+        (finding,) = content.claims[0].findings
+        assert finding.sentence.startswith(words)
+        assert (finding.seeds, finding.planned) == (finished, 4)
+        assert content.claims[0].verdict == ("shown" if finished == 4 else "open")
+        assert (finding.low is None) == (finished < 2)
+        assert ("claims" in content.charts) == (finished > 0)
+        (row,) = content.tables["claim-tests"].rows
+        assert (row["seeds"], row["planned"], row["verdict"]) == (finished, 4, content.claims[0].verdict)
+        text = as_markdown(content.tables["claims"])
+        assert (f"| {finished} of 4 |" in text) == ("so far" in text) == (finished < 4)
+        assert any("1 of 1 claims wait" in line for line in explanation(content.claims)) == (finished < 4)
+
+
 def test_seeds_that_agree_exactly():
     bpbs = {("residual", 4): [2.0, 2.0], ("mhc", 4): [1.5, 1.5]}
     assert judged(claim("better"), bpbs).verdict == "shown"
@@ -270,7 +296,7 @@ CLAIMS = [
 
 
 def test_runs_are_paired_at_equal_settings():
-    found = {one.claim.name: one for one in outcomes(Results.of(made_up(CLAIMS)))}
+    found = {one.claim.name: one for one in outcomes(viewed(made_up(CLAIMS)))}
     for finding in found["routing-helps"].findings:
         assert finding.seeds == 4
         assert finding.estimate == pytest.approx(-0.01, abs=0.001)
@@ -288,8 +314,8 @@ def test_runs_are_paired_at_equal_settings():
 
 @pytest.fixture
 def only_words(monkeypatch):
-    monkeypatch.setattr(draw, "draw", lambda chart, folder: [])
-    monkeypatch.setattr(interactive, "script", lambda: "")
+    monkeypatch.setattr(plots_mpl, "draw", lambda chart, folder: [])
+    monkeypatch.setattr(plots_plotly, "script", lambda: "")
 
 
 @pytest.mark.usefixtures("only_words")
@@ -306,7 +332,7 @@ def test_a_report_has_claims_in_every_form(tmp_path, capsys):
     assert "2026-11-18, when 3 runs had started and 0 had finished" in html
     with open(tmp_path / "tables" / "claim-tests.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    found = [finding for one in outcomes(Results.of(made_up([*CLAIMS, hostile]))) for finding in one.findings]
+    found = [finding for one in outcomes(viewed(made_up([*CLAIMS, hostile]))) for finding in one.findings]
     assert [row["verdict"] for row in rows] == [finding.verdict for finding in found]
     assert [float(row["low"] or "nan") for row in rows] == pytest.approx(
         [finding.low if finding.low is not None else float("nan") for finding in found], nan_ok=True
@@ -323,7 +349,7 @@ def test_a_report_has_claims_in_every_form(tmp_path, capsys):
 
 
 def test_figures_show_intervals_above_what_is_allowed(tmp_path):
-    content = compute(made_up(CLAIMS))
+    content = computed(made_up(CLAIMS))
     panel = content.charts["claims"].panels[0]
     names = [name for _, name in panel.y.ticks]
     assert names[:3] == ["routing-helps: shown", "mhc vs residual, N = 4", "mhc vs residual, N = 8"]
@@ -340,14 +366,17 @@ def test_figures_show_intervals_above_what_is_allowed(tmp_path):
         if finding.low is not None
     ]
     assert content.charts["claims-trends"].panels[0].x.label == "gain in bpb per doubling"
-    written = draw.draw(content.charts["claims"], tmp_path)
+    written = plots_mpl.draw(content.charts["claims"], tmp_path)
     assert written[0].read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_claim_that_cannot_be_read_is_an_error(tmp_path, capsys):
     (tmp_path / "results.json").write_text(json.dumps(made_up([claim() | {"kind": "obvious"}])))
     assert main(["report", str(tmp_path)]) == 1
-    assert "error: the claims in the results: claim c: unknown kind of claim 'obvious'" in capsys.readouterr().err
+    assert (
+        "results.json is not a study: the claims in the results: claim c: unknown kind of claim 'obvious'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -473,7 +502,7 @@ def test_core_has_standard_errors_and_says_what_is_chance():
     runs += [run_entry("mhc", 4, 1) | core_entry(guessed), run_entry("kromhc", 4, 0, core=0.2)]
     runs += [run_entry("temper-tt", 4, 0) | core_entry({"copa": 0.0, "piqa": 0.01})]
     raw = results(runs)
-    rows = {row["method"]: row for row in core_table(Results.of(raw)).rows}
+    rows = {row["method"]: row for row in core_table(viewed(raw)).rows}
     answers = numpy.repeat([1, 0], [27, 73])
     error = answers.std(ddof=1) / 10 / 0.75
     assert rows["mhc"]["copa_se"] == pytest.approx(error)
@@ -484,7 +513,7 @@ def test_core_has_standard_errors_and_says_what_is_chance():
     chances = {name: row["chance"] for name, row in rows.items()}
     # Of kromhc the items are not known.
     assert chances == {"mhc": "within chance", "hc": "above chance", "kromhc": None, "temper-tt": "below chance"}
-    (line,) = [line for line in compute(raw).lines if "standard error" in line]
+    (line,) = [line for line in computed(raw).lines if "standard error" in line]
     assert line.startswith(
         "N = 4: mean of 2 tasks, centered accuracy ± standard error: within chance: mhc 0.007 ± 0.04"
     )

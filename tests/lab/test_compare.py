@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 from core_bundles import write_bundle
 from processes import error_of
+from studies import loaded, run_entry
 from studies import results as made_up
-from studies import run_entry
 
-from temper_lab import metrics
-from temper_lab.checkpoint import latest
 from temper_lab.cli import main
-from temper_lab.compare import results, table
-from temper_lab.run import RunFolder
+from temper_lab.study import live
+from temper_lab.study.runner import Runner
+from temper_lab.train import run_dir
+from temper_lab.train.checkpoint import latest
+from temper_lab.train.run_dir import RunFolder
 
 FORKS = Path(__file__).with_name("forks.py")
 KEYS = [f"{label}-s{seed}" for label in ("residual-n1", "temper-cp-rank1-n2") for seed in (0, 1)]
@@ -60,7 +61,11 @@ def until(condition, process=None):
 
 
 def steps(out, key):
-    return len(metrics.read(out / "runs" / key / "metrics.jsonl"))
+    return len(run_dir.read_log(out / "runs" / key / "metrics.jsonl"))
+
+
+def read(out):
+    return json.loads((out / "results.json").read_text())
 
 
 def lasting(out):
@@ -95,13 +100,13 @@ def test_what_a_study_leaves_behind(unbroken):
         "study.json",
         "tokenizer",
     }
-    found = results.read(unbroken)
+    found = read(unbroken)
     assert found["command"].endswith("--train.steps 24 --train.sample-tokens 0")
     assert (found["methods"], found["streams"], found["seeds"]) == (["residual", "temper-cp:rank=1"], [2], [0, 1])
     assert [run["key"] for run in found["runs"]] == KEYS
     assert sorted(path.name for path in (unbroken / "runs").iterdir()) == sorted(KEYS)
     for run in found["runs"]:
-        rows = metrics.read(unbroken / "runs" / run["key"] / "metrics.jsonl")
+        rows = run_dir.read_log(unbroken / "runs" / run["key"] / "metrics.jsonl")
         assert (run["status"], run["step"], run["steps"], run["tokens"]) == ("finished", 24, 24, 24 * 256)
         assert run["train"]["loss"] == [row["loss"] for row in rows]
         assert run["val"]["step"] == [4, 8, 12, 16, 20, 24]
@@ -122,7 +127,7 @@ def test_what_a_study_leaves_behind(unbroken):
 
 
 def test_the_cost_of_a_step_is_measured_side_by_side(unbroken):
-    cost = results.read(unbroken)["cost"]
+    cost = read(unbroken)["cost"]
     assert [(row["method"], row["streams"]) for row in cost["rows"]] == [("residual", 1), ("temper-cp:rank=1", 2)]
     assert cost["setting"]["rounds"] >= 5
     assert cost["setting"]["tokens"] == 256
@@ -132,34 +137,36 @@ def test_the_cost_of_a_step_is_measured_side_by_side(unbroken):
 
 
 def test_the_closing_table(unbroken, capsys):
-    found = results.read(unbroken)
-    residual, routed = table.rows(found)
+    found = read(unbroken)
+    residual, routed = live.rows(loaded(found))
     finals = [run["final"]["bpb"] for run in found["runs"]]
-    assert residual["final"] == pytest.approx(sum(finals[:2]) / 2)
-    assert residual["sd"] == pytest.approx(abs(finals[0] - finals[1]) / 2**0.5)
-    assert routed["gap"] == pytest.approx((finals[2] - finals[0] + finals[3] - finals[1]) / 2)
-    table.show(found)
+    assert residual.final == pytest.approx(sum(finals[:2]) / 2)
+    assert residual.sd == pytest.approx(abs(finals[0] - finals[1]) / 2**0.5)
+    assert routed.gap == pytest.approx((finals[2] - finals[0] + finals[3] - finals[1]) / 2)
+    live.show(loaded(found))
     out = capsys.readouterr().out
-    for text in ("temper-cp:rank=1", f"{routed['final']:.4f} ± ", f"{routed['added']:,}", "(1.00x)"):
+    for text in ("temper-cp:rank=1", f"{routed.final:.4f} ± ", f"{routed.added:,}", "(1.00x)"):
         assert text in out
 
 
 def test_results_of_before_there_were_axes(unbroken, capsys):
-    found = results.read(unbroken)
+    found = read(unbroken)
     assert found.pop("vary") == {}
     for run in found["runs"]:
         assert run.pop("vary") == {}
-    assert table.rows(found) == table.rows(results.read(unbroken))
-    table.show(found)
+    assert live.rows(loaded(found)) == live.rows(loaded(read(unbroken)))
+    live.show(loaded(found))
     assert "temper-cp:rank=1" in capsys.readouterr().out
 
 
 def test_given_again_nothing_is_run_again(unbroken, launch, capsys, monkeypatch):
     before = (unbroken / "results.json").read_bytes()
-    monkeypatch.setattr("temper_lab.compare.runner.Runner._spawn", None)
-    monkeypatch.setattr("temper_lab.compare.cost.measure", None)
+    monkeypatch.setattr("temper_lab.study.runner.Runner._spawn", None)
+    monkeypatch.setattr("temper_lab.study.cost.measure", None)
     assert main(["compare", "--out", str(unbroken)]) == 0
     assert str(unbroken / "results.json") in capsys.readouterr().out
+    assert main(["compare", "--out", str(unbroken), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(before)
     assert (unbroken / "results.json").read_bytes() == before
 
 
@@ -176,17 +183,17 @@ streams = [2]
 
 
 def test_claims_that_come_late_say_so_and_stay_as_they_were(tiny, unbroken, launch, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("temper_lab.compare.runner.Runner._spawn", None)
-    monkeypatch.setattr("temper_lab.compare.cost.measure", None)
+    monkeypatch.setattr("temper_lab.study.runner.Runner._spawn", None)
+    monkeypatch.setattr("temper_lab.study.cost.measure", None)
     out, claimed = copy_of(unbroken, tmp_path / "claims"), tmp_path / "claims.toml"
-    assert results.read(out)["claims"] == []
+    assert read(out)["claims"] == []
     grid = '[compare]\nmethods = ["residual", "temper-cp:rank=1"]\nstreams = [2]\nseeds = [0, 1]\n'
     claimed.write_text(f"{tiny.read_text()}\n{grid}{CLAIM.format(margin=10)}")
     assert main(command(claimed, out, launch)) == 0
     printed = capsys.readouterr().out
     assert "1 claim: 1 shown, 0 refuted, 0 open." in printed
     assert "Shown: temper-cp:rank=1 is not worse than residual by more than 10 bpb at N = 2" in printed
-    (claim,) = results.read(out)["claims"]
+    (claim,) = read(out)["claims"]
     assert claim["record"] | {"added": ""} == {"added": "", "runs_started": 4, "runs_finished": 4}
     before = (out / "results.json").read_bytes()
     assert main(["compare", "--out", str(out)]) == 0
@@ -218,7 +225,7 @@ def test_a_run_that_is_killed_does_not_stop_the_others(tiny, unbroken, launch, t
     assert process.returncode == 1
     assert f"{KEYS[2]} killed: killed by SIGKILL at step" in error
     assert f"again with: temper compare --out {out}" in error
-    assert [run["status"] for run in results.read(out)["runs"]] == ["finished", "finished", "killed", "finished"]
+    assert [run["status"] for run in read(out)["runs"]] == ["finished", "finished", "killed", "finished"]
     assert main(["compare", "--out", str(out), "--launch", launch, "--no-cost"]) == 0
     assert lasting(out) == lasting(unbroken)
 
@@ -241,7 +248,7 @@ def test_told_to_stop_the_runs_save_and_without_the_study_they_stop_too(tiny, la
     error = error_of(process)
     assert process.returncode == 128 + signal.SIGTERM
     assert f"continue with: temper compare --out {out}" in error
-    found = results.read(out)["runs"]
+    found = read(out)["runs"]
     assert [run["status"] for run in found] == ["interrupted", "waiting", "waiting", "waiting"]
     assert found[0]["step"] == steps(out, key) == latest(out / "runs" / key / "checkpoints")[0].step
 
@@ -268,7 +275,7 @@ def test_failed_skipped_and_added_runs(tiny, launch, unbroken, tmp_path, capsys)
     words = ["compare", "--out", str(out), "--seeds", "0", "--launch", launch, "--jobs", "2", "--no-cost"]
     assert main([*words, "--methods", "mhc", "mhc-lite", "temper-cp:init_std=1e30"]) == 1
     error = capsys.readouterr().err
-    runs = {run["key"]: run for run in results.read(out)["runs"]}
+    runs = {run["key"]: run for run in read(out)["runs"]}
     assert runs["mhc-n2-s0"]["status"] == "failed"
     assert runs["mhc-n2-s0"]["reason"] in error
     assert "is a file; expected a folder" in runs["mhc-n2-s0"]["reason"]
@@ -282,7 +289,7 @@ def test_failed_skipped_and_added_runs(tiny, launch, unbroken, tmp_path, capsys)
     # Tried again, and one of them works now; mhc-lite at N=8 is known to be too much beforehand.
     (out / "runs" / "mhc-n2-s0").unlink()
     assert main([*words, "--methods", "mhc-lite", "--streams", "8"]) == 1
-    runs = {run["key"]: run for run in results.read(out)["runs"]}
+    runs = {run["key"]: run for run in read(out)["runs"]}
     assert runs["mhc-n2-s0"]["status"] == "finished"
     skipped = runs["mhc-lite-n8-s0"]
     assert (skipped["status"], skipped["step"], skipped["final"], skipped["flops_per_token"]) == (
@@ -293,7 +300,7 @@ def test_failed_skipped_and_added_runs(tiny, launch, unbroken, tmp_path, capsys)
     )
     assert f"{skipped['parameters']['added']:,} in 2 sites" in skipped["reason"]
     assert not (out / "runs" / "mhc-lite-n8-s0").exists()
-    assert results.read(out)["command"].count(" && ") == 2
+    assert read(out)["command"].count(" && ") == 2
 
 
 def test_varied_fields_extend_a_study_and_go_on_where_they_were(launch, unbroken, tmp_path, capsys):
@@ -301,7 +308,7 @@ def test_varied_fields_extend_a_study_and_go_on_where_they_were(launch, unbroken
     whole, out = (copy_of(unbroken, tmp_path / name) for name in ("whole", "killed"))
     assert main(["compare", "--out", str(whole), *words]) == 0
     assert capsys.readouterr().out.splitlines()[0].split()[:4] == ["method", "N", "depth", "added"]
-    found = results.read(whole)
+    found = read(whole)
     added = ["residual-n1-s0-depth2", "temper-cp-rank1-n2-s0-depth2"]
     # The depth that the recipe has is no other run.
     assert [run["key"] for run in found["runs"]] == [*KEYS[:2], added[0], *KEYS[2:], added[1]]
@@ -341,9 +348,7 @@ def test_means_and_differences_are_of_equal_settings():
     cost = {"rows": [{"method": "mhc", "streams": 4, "step_ms": quartiles, "ratio": quartiles}]}
     found = made_up(runs, cost=cost)
     assert found["vary"] == {"model.depth": [3, 6], "optim.routing_lr": [0.0125, 0.5]}
-    rows = [
-        (row["method"], *row["vary"].values(), row["final"], row["gap"], bool(row["cost"])) for row in table.rows(found)
-    ]
+    rows = [(row.method, *row.fields.values(), row.final, row.gap, bool(row.cost)) for row in live.rows(loaded(found))]
     assert rows == [
         ("residual", 3, None, pytest.approx(2.05), 0.0, False),
         ("residual", 6, None, 1.8, 0.0, False),
@@ -361,7 +366,7 @@ def test_core_is_kept_in_the_folders_of_the_runs(unbroken, tmp_path, capsys, mon
     write_bundle(tmp_path / "bundle", count=6)
     options = ["--core", str(tmp_path / "bundle"), "--max-per-task", "5"]
     assert main(["compare", "--out", str(out), *options]) == 0
-    runs = results.read(out)["runs"]
+    runs = read(out)["runs"]
     for run in runs:
         assert run["core"]["CORE"] is None
         assert {row["items"] for row in run["core"]["tasks"].values()} == {5}
@@ -369,7 +374,7 @@ def test_core_is_kept_in_the_folders_of_the_runs(unbroken, tmp_path, capsys, mon
     monkeypatch.setattr("temper_lab.eval.core.evaluate_task", None)
     for again in ([], options):
         assert main(["compare", "--out", str(out), *again]) == 0
-        assert results.read(out)["runs"] == runs
+        assert read(out)["runs"] == runs
     (tmp_path / "bundle" / "core.yaml").unlink()
     assert main(["compare", "--out", str(out), *options]) == 1
     assert "core.yaml" in capsys.readouterr().err
@@ -424,7 +429,7 @@ def test_one_run_through_the_interpreter_itself(tiny, unbroken, tmp_path):
         (["--jobs", "-2"], "--jobs is -2"),
         (["--launch", "no-such-program -x"], "there is no program 'no-such-program'"),
         (["--core", "nowhere"], "there is no nowhere"),
-        (["--max-per-task", "3"], "--max-per-task is of --core"),
+        (["--max-per-task", "3"], "--max-per-task needs --core"),
         (["--model.preset", "mhc"], "--model.preset is every run's own here; use --methods"),
         (["--train.seed", "3"], "use --seeds"),
         (["--model.router", '{"rank": 2}'], "use --methods, such as temper-cp:rank=8"),
@@ -454,3 +459,50 @@ def test_folders_that_are_no_studies(tmp_path, capsys):
     assert main(["compare", "--out", str(tmp_path)]) == 1
     assert "study.json has format None" in capsys.readouterr().err
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["file", "study.json"]
+
+
+def test_finished_runs_of_another_study_are_taken_over(tiny, unbroken, launch, tmp_path, capsys, monkeypatch):
+    spawned, spawn = [], Runner._spawn
+    monkeypatch.setattr(Runner, "_spawn", lambda self, key: spawned.append(key) or spawn(self, key))
+    part = json.loads((unbroken / "results.json").read_text())
+    part["runs"][1] |= {"status": "killed", "final": None}
+    known, out = tmp_path / "known.json", tmp_path / "study"
+    known.write_text(json.dumps(part))
+    words = command(tiny, out, launch, "--no-cost", "--known", str(known))
+    assert main([*words, "--optim.matrix-lr", "0.4"]) == 1
+    assert "optim.matrix_lr was 0.5, is 0.4" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*words, "--dry-run"]) == 0
+    assert "1 runs to train" in capsys.readouterr().out
+    assert main(words) == 0
+    assert "3 of 4 runs taken over" in capsys.readouterr().err
+    assert spawned == [KEYS[1]]
+    whole, expected = read(out), read(unbroken)
+    assert str(known) not in whole["command"]
+    source = {name: part[name] for name in ("study", "commit", "versions", "machine", "tokenizer")}
+    assert [run.pop("source") for run in whole["runs"]] == [source, None, source, source]
+    assert [run.pop("source") for run in expected["runs"]] == [None] * 4
+    for run in (whole["runs"][1], expected["runs"][1]):
+        del run["timing"]
+    assert whole["runs"] == expected["runs"]
+    assert [(row.finished, row.asked) for row in live.rows(loaded(whole))] == [(2, 2), (2, 2)]
+    # Models are only where they were trained, and the option is needed only once.
+    assert [path.name for path in (out / "runs").iterdir()] == [KEYS[1]]
+    before = (out / "results.json").read_bytes()
+    write_bundle(tmp_path / "bundle", count=4)
+    assert main(["compare", "--out", str(out), "--no-cost"]) == 0
+    assert (out / "results.json").read_bytes() == before
+    assert main(["compare", "--out", str(out), "--no-cost", "--core", str(tmp_path / "bundle")]) == 0
+    assert "3 runs that were taken over have no model here" in capsys.readouterr().err
+    assert [run["core"] is None for run in read(out)["runs"]] == [True, False, True, True]
+    assert spawned == [KEYS[1]]
+    for damage, words in (
+        ({"runs": [part["runs"][0] | {"streams": 3}]}, "is not of residual, N=1, seed 0; expected what its key says"),
+        ({"runs": [part["runs"][2] | {"parameters": {"added": 1}}]}, "has 1 routing parameters, here it would have"),
+        ({"tokenizer": "other"}, "had another tokenizer"),
+        ({"format": "x"}, "format"),
+    ):
+        known.write_text(json.dumps(part | damage))
+        assert main(["compare", "--out", str(copy_of(unbroken, tmp_path / "x")), "--known", str(known)]) == 1
+        assert words in capsys.readouterr().err
+        shutil.rmtree(tmp_path / "x")

@@ -9,15 +9,14 @@ import torch
 
 import temper
 from temper.config import HEADS
-from temper_lab.checkpoint import save_model
 from temper_lab.cli import main
 from temper_lab.compress import Settings, compress
 from temper_lab.data import open_corpus
-from temper_lab.load import load
+from temper_lab.method import parse_rank, show_rank
 from temper_lab.model import GPT, ModelConfig
-from temper_lab.ranks import parse_rank, show_rank
 from temper_lab.recipe import Recipe
 from temper_lab.tokenizer import Tokenizer
+from temper_lab.train.model_dir import load, save_model
 
 SMALL = {"depth": 1, "head_dim": 32, "context": 24, "preset": "mhc", "num_streams": 2}
 
@@ -110,7 +109,7 @@ def routing_of(folder):
 
 
 def test_transformers_hold_it(models, tmp_path, corpus_folder):
-    hf = pytest.importorskip("temper_lab.hf")
+    hf = pytest.importorskip("temper_lab.interop.hf")
     from transformers import AutoModelForCausalLM
 
     routers = {"1": {"res": {"name": "cp", "rank": 1}}}
@@ -187,7 +186,7 @@ def test_refusals_write_nothing(mhc, models, corpus_folder, tmp_path, capsys):
         (mhc, out, [], "expected one of --rank, --error and --params, got none of them"),
         (mhc, out, ["--rank", "2", "--error", "0.1"], "got --rank and --error together"),
         (mhc, out, ["--rank", "3x3"], "tucker rank 3 of the stream mode (size 2) is out of range: expected 1 to 2"),
-        (mhc, out, ["--rank", "two"], "--rank is 'two'; expected a number like 8"),
+        (mhc, out, ["--rank", "two"], "the rank is 'two'; expected a number like 8"),
         (mhc, out, ["--rank", "1.5"], "expected 0 < rank <= 1"),
         (mhc, out, ["--error", "-1"], "--error is -1.0"),
         (mhc, out, ["--params", "10"], "params is 10; expected at least"),
@@ -200,6 +199,9 @@ def test_refusals_write_nothing(mhc, models, corpus_folder, tmp_path, capsys):
         (mhc, out, ["--rank", "1", "--finetune", "3"], "--finetune needs a corpus"),
         (mhc, out, ["--rank", "1", "--finetune-all"], "there are no steps"),
         (mhc, out, ["--rank", "1", "--plain", "--calibrate", str(corpus_folder)], "leave out --calibrate"),
+        (mhc, out, ["--to", "dense", "--rank", "1"], "unknown low-rank generator 'dense'"),
+        (mhc, out, ["--to", "cp:rank=2", "--rank", "1"], "--to cp:rank=2 has a rank, and --rank is given too"),
+        (mhc, out, ["--to", "cp:iters=2"], "expected a rank and nothing else, such as cp:rank=8"),
         (mhc, out, ["--rank", "1", "--context", "99"], "--context is 99"),
         (mhc, out, ["--rank", "1", "--json", str(tmp_path)], "it is a folder"),
         (tmp_path / "none", out, ["--rank", "1"], "there is no model folder"),
@@ -235,7 +237,7 @@ def test_routers_in_configurations():
     assert model.flops_per_token() < GPT(plain).flops_per_token()
     assert model.memory_estimate(64)["total"] < GPT(plain).memory_estimate(64)["total"]
     assert config.with_(routers={}).with_routings(config.routings()).routings() == config.routings()
-    recipe = {"model": base, "train": {"steps": 1, "batch_tokens": 24, "rows": 1}}
+    recipe = {"model": base, "train": {"steps": 1, "batch_tokens": 24, "device_batch_size": 1}}
     one = Recipe.from_dict(recipe)
     two = Recipe.from_dict({**recipe, "model": {**base, "routers": {"1": {"rank": 2, "generator": "cp"}}}})
     assert "routers" not in one.to_dict()["model"]
@@ -262,7 +264,7 @@ def deepseek(tokenizer, tmp_path_factory):
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import deepseek_v4
 
-    from temper_lab.hf import fast_tokenizer
+    from temper_lab.interop.hf import fast_tokenizer
 
     config = deepseek_v4.tiny().config
     config.vocab_size = tokenizer.vocab_size
@@ -281,14 +283,14 @@ def deepseek(tokenizer, tmp_path_factory):
 def test_deepseek(deepseek, corpus_folder, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
-    from temper_lab.deepseek import Adapter, save, to_deepseek
-    from temper_lab.deepseek import load as load_theirs
+    from temper_lab.interop.deepseek import Adapter, save, to_deepseek
+    from temper_lab.interop.deepseek import load as load_hf
 
     theirs = AutoModelForCausalLM.from_pretrained(deepseek)
     with torch.no_grad():
         expected = theirs(IDS).logits
     run(deepseek, tmp_path / "same", rank=(4, 32))
-    same = load_theirs(tmp_path / "same")
+    same = load_hf(tmp_path / "same")
     assert sum(isinstance(module, Adapter) for module in same.modules()) == 6
     with torch.no_grad():
         torch.testing.assert_close(same(IDS).logits, expected, rtol=0, atol=1e-5)
@@ -300,7 +302,7 @@ def test_deepseek(deepseek, corpus_folder, tmp_path, capsys):
     assert report["bpb"]["finetuned"] != report["bpb"]["after"] != report["bpb"]["before"]
     assert report["parameters"]["added"]["after"] < report["parameters"]["added"]["before"]
     assert all(site["deviation"]["block"] is None for site in report["sites"])
-    small = load_theirs(out)
+    small = load_hf(out)
     assert sum(parameter.numel() for parameter in small.parameters()) == report["parameters"]["total"]["after"]
     # Every command that reads Hugging Face folders reads this one, and so does compress.
     sizes = ["--batches", "2", "--rows", "2", "--context", "16", "--json"]
@@ -315,7 +317,7 @@ def test_deepseek(deepseek, corpus_folder, tmp_path, capsys):
     with torch.no_grad():
         logits = small(IDS).logits
         save(small, tmp_path / "copy")
-        assert torch.equal(load_theirs(tmp_path / "copy")(IDS).logits, logits)
+        assert torch.equal(load_hf(tmp_path / "copy")(IDS).logits, logits)
     # transformers by itself has no way to read these weights as DeepSeek's own.
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(out)
@@ -325,4 +327,4 @@ def test_deepseek(deepseek, corpus_folder, tmp_path, capsys):
         save(small, out)
     (tmp_path / "copy" / "temper.json").write_text('{"format": "other"}')
     with pytest.raises(ValueError, match="expected 'temper-deepseek-1'"):
-        load_theirs(tmp_path / "copy")
+        load_hf(tmp_path / "copy")

@@ -22,12 +22,10 @@ from temper_lab.eval.core import (
     groups,
     load_bundle,
 )
-from temper_lab.eval.core.batches import Batch, Unit, batches, leaves, units
-from temper_lab.eval.core.evaluate import prompts_of, rows_of
-from temper_lab.eval.core.kinds import KINDS, Row, common_prefix, shots_of
-from temper_lab.eval.core.report import as_csv, as_dict, summary_lines
-from temper_lab.eval.core.score import score
-from temper_lab.eval.models import Ours
+from temper_lab.eval.core.scoring import Batch, Unit, batches, leaves, prompts_of, rows_of, score, units
+from temper_lab.eval.core.summary import as_csv, as_dict, summary_lines
+from temper_lab.eval.core.tasks import KINDS, Row, common_prefix, shots_of
+from temper_lab.eval.models import LabModel
 from temper_lab.tokenizer import Tokenizer
 
 needs_bundle = pytest.mark.skipif(
@@ -145,7 +143,7 @@ def test_a_uniform_model_takes_the_first_and_is_near_chance(tmp_path, tokenizer)
     model = random_gpt(tokenizer.vocab_size, 64, preset="residual", depth=1)
     torch.nn.init.zeros_(model.head.weight)
     for task in load_bundle(write_bundle(tmp_path, count=300)).tasks:
-        result = evaluate_task(Ours(model, tokenizer), task)
+        result = evaluate_task(LabModel(model, tokenizer), task)
         # Spans of all lengths tie exactly.
         assert result.correct == [item.get("gold") == 0 for item in task.items]
         assert result.accuracy == pytest.approx(task.baseline, abs=0.08)
@@ -155,7 +153,7 @@ def test_a_uniform_model_takes_the_first_and_is_near_chance(tmp_path, tokenizer)
 @pytest.mark.parametrize("preset", ["residual", "temper-cp"])
 def test_many_items_at_a_time_are_one_item_at_a_time(bundle, tokenizer, context, preset):
     network = random_gpt(tokenizer.vocab_size, context, preset=preset)
-    together, alone = Ours(network, tokenizer), Ours(network, tokenizer)
+    together, alone = LabModel(network, tokenizer), LabModel(network, tokenizer)
     together.pass_cost, together.max_tokens = 16, 1500
     alone.can_share = False
     for task in load_bundle(bundle).tasks:
@@ -175,7 +173,7 @@ def test_many_items_at_a_time_are_one_item_at_a_time(bundle, tokenizer, context,
 
 
 def test_equal_choices_tie_and_the_first_wins(tokenizer):
-    model = Ours(random_gpt(tokenizer.vocab_size, 128), tokenizer)
+    model = LabModel(random_gpt(tokenizer.vocab_size, 128), tokenizer)
     items = [{"query": "the people", "choices": ["of war", "of peace", "of peace", "of war"], "gold": 0}]
     rows = rows_of(model, Task("any", "multiple_choice", 0, " ", 0.25, items), [0])
     ((a, b, c, d),) = score(model, rows)
@@ -221,12 +219,12 @@ class Half(World):
         self.answered.append(value)
         return [value]
 
-    def first(self, action):
+    def on_rank0(self, action):
         return action()
 
 
 def test_processes_share_the_items(bundle, tokenizer):
-    model = Ours(random_gpt(tokenizer.vocab_size, 96), tokenizer)
+    model = LabModel(random_gpt(tokenizer.vocab_size, 96), tokenizer)
     for task in load_bundle(bundle).tasks:
         whole = evaluate_task(model, task).correct
         together = {}
@@ -319,7 +317,7 @@ def test_every_file_of_the_public_bundle_loads():
 
 def compare(folder, network, tokenizer, max_per_task, labels=None):
     """The product and the plain reference, item by item."""
-    model = Ours(network, tokenizer)
+    model = LabModel(network, tokenizer)
     entries = {entry["label"]: entry for entry in core_reference.tasks(folder)}
     tasks = load_bundle(folder, labels=labels, max_per_task=max_per_task).tasks
     for task in tasks:

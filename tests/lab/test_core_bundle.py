@@ -12,7 +12,9 @@ import pytest
 from core_bundles import BASELINES, ENTRIES, write_bundle
 
 from temper_lab.data import DownloadError
-from temper_lab.eval.core import archive, load_bundle
+from temper_lab.eval.core import bundle as bundles
+from temper_lab.eval.core import load_bundle
+from temper_lab.eval.core.bundle import download_bundle, open_bundle, unpack
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def test_a_zip_is_a_bundle(bundle, tmp_path):
     path = tmp_path / "bundle.zip"
     for inside in ("", "eval_bundle/"):
         path.write_bytes(zipped(bundle, inside=inside))
-        with archive.opened(path) as folder:
+        with open_bundle(path) as folder:
             assert load_bundle(folder).tasks == load_bundle(bundle).tasks
         assert not folder.exists()
 
@@ -170,7 +172,7 @@ def test_a_zip_that_leads_out_of_its_folder(bundle, tmp_path, name):
         file.writestr(name, "evil")
     target.mkdir(parents=True)
     with pytest.raises(ValueError, match="leads out of the archive"):
-        archive.unpack(path, target)
+        unpack(path, target)
     assert not list(target.iterdir())
     assert not list(tmp_path.rglob("evil*"))
 
@@ -182,7 +184,7 @@ def test_a_zip_with_a_link(tmp_path):
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(link, "/etc")
     with pytest.raises(ValueError, match="is a link"):
-        archive.unpack(path, tmp_path / "target")
+        unpack(path, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
@@ -191,13 +193,13 @@ def test_a_zip_that_is_too_large(bundle, tmp_path, monkeypatch):
     # As many zeros as it says, in a few kilobytes.
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("zeros", bytes(3_000_000))
-    monkeypatch.setattr(archive, "MAX_BYTES", 2_000_000)
+    monkeypatch.setattr(bundles, "MAX_BYTES", 2_000_000)
     with pytest.raises(ValueError, match=r"3,000,000 bytes when unpacked; .* at most 2,000,000"):
-        archive.unpack(path, tmp_path / "target")
+        unpack(path, tmp_path / "target")
     path.write_bytes(zipped(bundle))
-    monkeypatch.setattr(archive, "MAX_FILES", 3)
+    monkeypatch.setattr(bundles, "MAX_FILES", 3)
     with pytest.raises(ValueError, match="files; an evaluation bundle has at most 3"):
-        archive.unpack(path, tmp_path / "target")
+        unpack(path, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
@@ -209,14 +211,14 @@ def test_a_zip_that_lies_about_its_size(tmp_path, monkeypatch):
     raw = path.read_bytes().replace((5000).to_bytes(4, "little"), (10).to_bytes(4, "little"))
     path.write_bytes(raw)
     with pytest.raises(ValueError, match="is not a zip that can be unpacked"):
-        archive.unpack(path, tmp_path / "target")
+        unpack(path, tmp_path / "target")
     assert sum(file.stat().st_size for file in (tmp_path / "target").rglob("*") if file.is_file()) <= 10
 
 
 def test_not_a_zip(tmp_path):
     path = tmp_path / "bundle.zip"
     path.write_bytes(b"PK but no more")
-    with pytest.raises(ValueError, match="is not a zip that can be unpacked"), archive.opened(path):
+    with pytest.raises(ValueError, match="is not a zip that can be unpacked"), open_bundle(path):
         pass
 
 
@@ -252,7 +254,7 @@ def test_download(server, bundle, tmp_path, monkeypatch):
     address, sha256 = server
     folder = tmp_path / "deep" / "got"
     seen = []
-    found = archive.download(
+    found = download_bundle(
         f"{address}/bundle.zip", folder, sha256=sha256, progress=lambda done, total: seen.append((done, total))
     )
     assert found == sha256
@@ -260,7 +262,7 @@ def test_download(server, bundle, tmp_path, monkeypatch):
     assert load_bundle(folder).tasks == load_bundle(bundle).tasks
     assert [path.name for path in folder.parent.iterdir()] == ["got"]
     with pytest.raises(ValueError, match="exists"):
-        archive.download(f"{address}/bundle.zip", folder)
+        download_bundle(f"{address}/bundle.zip", folder)
 
     shutil.rmtree(folder)
     for path, options, said in (
@@ -270,13 +272,13 @@ def test_download(server, bundle, tmp_path, monkeypatch):
         ("/page", {}, "not a zip"),
     ):
         with pytest.raises((DownloadError, ValueError), match=said):
-            archive.download(address + path, folder, **options)
+            download_bundle(address + path, folder, **options)
         assert not list(folder.parent.iterdir())
     with pytest.raises(ValueError, match="expected http"):
-        archive.download("file:///etc/passwd", folder)
-    monkeypatch.setattr(archive, "MAX_PACKED_BYTES", 100)
+        download_bundle("file:///etc/passwd", folder)
+    monkeypatch.setattr(bundles, "MAX_PACKED_BYTES", 100)
     with pytest.raises(DownloadError, match="more than 100 bytes"):
-        archive.download(f"{address}/bundle.zip", folder)
+        download_bundle(f"{address}/bundle.zip", folder)
     assert not list(folder.parent.iterdir())
 
 

@@ -9,11 +9,11 @@ import sys
 import pytest
 from core_bundles import random_gpt, write_bundle
 
-from temper_lab import checkpoint
 from temper_lab.cli import main
 from temper_lab.data import open_corpus
-from temper_lab.eval.core import evaluate, report
+from temper_lab.eval.core import scoring, summary
 from temper_lab.tokenizer import Tokenizer
+from temper_lab.train import model_dir
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def save(folder, corpus_folder, *, seed):
     tokenizer = Tokenizer.train(open_corpus(corpus_folder).texts(), 300)
     network = random_gpt(tokenizer.vocab_size, 96, depth=1, seed=seed)
     file = tokenizer.save(folder.with_suffix(".tokenizer"))
-    return checkpoint.save_model(folder, network.config.to_dict(), network.state_dict(), {"tokenizer.json": file})
+    return model_dir.save_model(folder, network.config.to_dict(), network.state_dict(), {"tokenizer.json": file})
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +81,29 @@ def test_table_json_and_csv(words, tmp_path, capsys, bundle):
     assert list(json.loads((tmp_path / "other.json").read_text())["tasks"]) == ["squad"]
 
 
-def interrupt_after(monkeypatch, portions):
-    """Ctrl-C after so many portions; gives the list of what was asked."""
+def interrupt_after(monkeypatch, chunks):
+    """Ctrl-C after so many chunks; gives the list of what was asked."""
     asked = []
-    original = evaluate.answers_to
+    original = scoring.answers_to
 
     def answers_to(model, task, indices, **options):
-        if len(asked) == portions:
+        if len(asked) == chunks:
             raise KeyboardInterrupt
         asked.append((task.label, tuple(indices)))
         return original(model, task, indices, **options)
 
-    monkeypatch.setattr(evaluate, "PORTION", 5)
-    monkeypatch.setattr(evaluate, "answers_to", answers_to)
+    monkeypatch.setattr(scoring, "CHUNK_ITEMS", 5)
+    monkeypatch.setattr(scoring, "answers_to", answers_to)
     return asked
 
 
 def test_an_interrupted_evaluation_goes_on(words, whole, tmp_path, capsys, monkeypatch, corpus_folder):
     out = tmp_path / "again" / "core.json"
     with monkeypatch.context() as patch:
-        # Twelve items are three portions: this is in the middle of the second task.
+        # Twelve items are three chunks: this is in the middle of the second task.
         before = interrupt_after(patch, 4)
         assert main([*words, "--out", str(out)]) == 130
-        assert "the same command goes on from there" in capsys.readouterr().err
+        assert "the same command continues from there" in capsys.readouterr().err
         assert [path.name for path in out.parent.iterdir()] == [".core.json.partial"]
     other = save(tmp_path / "other", corpus_folder, seed=1)
     with monkeypatch.context() as patch:
@@ -146,8 +146,7 @@ def test_two_processes_find_the_same(words, whole, tmp_path):
 
 def test_a_whole_core_is_printed_as_core(words, bundle, tmp_path, capsys, monkeypatch):
     labels = ("arc_easy", "winograd", "squad")
-    monkeypatch.setattr("temper_lab.eval.core.summary.CORE_TASKS", labels)
-    monkeypatch.setattr(report, "CORE_TASKS", labels)
+    monkeypatch.setattr(summary, "CORE_TASKS", labels)
     assert main([*words, "--out", str(tmp_path / "core.json")]) == 0
     found = json.loads((tmp_path / "core.json").read_text())
     assert found["core"] == pytest.approx(sum(task["centered"] for task in found["tasks"].values()) / 3)
@@ -173,7 +172,7 @@ def test_errors_are_one_line_and_leave_nothing(words, bundle, tmp_path, capsys):
         (["--tasks", "arc_esay"], "unknown task 'arc_esay'"),
         (["--tasks", ","], "--tasks names no task"),
         (["--tasks", "coqa"], "does not hold eval_data/reading/coqa.jsonl"),
-        (["--sha256", "0"], "--sha256 is of what --download brings"),
+        (["--sha256", "0"], "--sha256 needs --download"),
     ):
         assert main([*words, *options, "--out", str(out)]) == 1, options
         error = capsys.readouterr().err

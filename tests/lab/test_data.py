@@ -27,13 +27,12 @@ from temper_lab.data import (
     Packer,
     download,
     download_books,
-    formats,
     open_corpus,
-    sources,
     validation_batches,
 )
 from temper_lab.data import corpus as corpus_module
 from temper_lab.data.corpus import cut
+from temper_lab.data.download import Info
 from temper_lab.data.reader import Reader
 from temper_lab.tokenizer import Tokenizer
 
@@ -81,7 +80,7 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    monkeypatch.setattr(formats, "GROUP_BYTES", 1500)
+    monkeypatch.setattr(corpus_module, "GROUP_BYTES", 1500)
     monkeypatch.setattr(corpus_module, "GROUP_BYTES", 1500)
 
 
@@ -159,8 +158,10 @@ def test_jsonl_groups_at_every_size(tmp_path, monkeypatch):
     for end in ("\n", ""):
         path.write_bytes(("\n\n".join(lines) + end).encode())
         for size in range(1, 80):
-            monkeypatch.setattr(formats, "GROUP_BYTES", size)
-            assert [text for part in formats.parts(path, "a") for _, text in formats.read(part)] == texts
+            monkeypatch.setattr(corpus_module, "GROUP_BYTES", size)
+            assert [
+                text for part in corpus_module.parts_of(path, "a") for _, text in corpus_module.read_part(part)
+            ] == texts
 
 
 def test_sotu():
@@ -648,7 +649,7 @@ def test_validation_batches(corpus, tokenizer):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A folder laid out like the data set, with shards of several chunks."""
-    monkeypatch.setattr(sources, "CHUNK", 700)
+    monkeypatch.setattr(download_module, "COPY_BYTES", 700)
     monkeypatch.setattr(download_module, "PAUSES", (0.0, 0.0))
     for index in (0, 1, 2, 5):
         write_parquet(tmp_path / "hub" / f"shard_{index:05d}.parquet", texts_of(30, seed=index))
@@ -665,7 +666,7 @@ def assert_same_files(folder, hub, indices):
         assert (folder / name).read_bytes() == (hub / name).read_bytes()
 
 
-class Watched(sources.Folder):
+class Watched(download_module.Folder):
     """A source that keeps a record, and breaks on request."""
 
     def __init__(self, path, breaks=(), spoiled=()):
@@ -733,7 +734,7 @@ def test_download_resumes_after_a_kill(hub, tmp_path):
 def test_download_tries_again_while_it_gets_on(hub, tmp_path):
     folder = tmp_path / "data"
     # Errors and a connection that just ends; each with some progress, more of them than there are pauses.
-    lost = sources.SourceError("connection lost")
+    lost = download_module.SourceError("connection lost")
     source = Watched(hub, breaks=[(1, lost), (1, None), (1, lost), (0, lost), (1, lost), (0, None)])
     download(1, folder, source=source, last_shard=5)
     assert [offset for name, offset in source.opened if "00000" in name] == [0, 700, 1400, 2100, 2100, 2800, 2800]
@@ -742,7 +743,7 @@ def test_download_tries_again_while_it_gets_on(hub, tmp_path):
 
 def test_download_gives_up_and_keeps_what_came(hub, tmp_path):
     folder = tmp_path / "data"
-    lost = sources.SourceError("connection lost")
+    lost = download_module.SourceError("connection lost")
     with pytest.raises(DownloadError, match=r"stopped at 700 bytes \(connection lost\). Run the same command again"):
         download(1, folder, source=Watched(hub, breaks=[(1, lost), *[(0, lost)] * 9]), last_shard=5)
     assert names(folder) == [".shard_00000.parquet.part"]
@@ -837,7 +838,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "path": path.name,
                 "size": path.stat().st_size,
                 "oid": "0" * 40,
-                "lfs": {"oid": sources.sha256_of(path), "size": path.stat().st_size, "pointerSize": 130},
+                "lfs": {"oid": download_module.sha256_of(path), "size": path.stat().st_size, "pointerSize": 130},
             }
             for path in known
             if path.exists()
@@ -922,22 +923,26 @@ def books(server, hub, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(text)
         files.append(
-            (f"Some_One__{title}.md", f"Some One/{title}.md", sources.Info(len(text), sources.sha256_of(path)))
+            (
+                f"Some_One__{title}.md",
+                f"Some One/{title}.md",
+                Info(len(text), download_module.sha256_of(path)),
+            )
         )
     server.prefix = "/owner/books/0123abc/"
-    manifest = sources.Manifest(
+    manifest = download_module.Manifest(
         server.address,
         "owner/books",
         "0123abc",
         {name: path for name, path, _ in files},
         {name: info for name, _, info in files},
     )
-    monkeypatch.setattr(sources.Manifest, "load", lambda name: manifest)
+    monkeypatch.setattr(download_module.Manifest, "load", lambda name: manifest)
     return manifest
 
 
 def test_the_manifest_of_the_books():
-    manifest = sources.Manifest.load("books")
+    manifest = download_module.Manifest.load("books")
     assert (manifest.repository, manifest.revision[:7]) == ("mlschmitt/classic-books-markdown", "9448827")
     assert len(manifest.files) == len(set(manifest.paths.values())) == 52
     assert sum(info.size for info in manifest.files.values()) == 31_992_990
@@ -948,7 +953,7 @@ def test_the_manifest_of_the_books():
 
 @pytest.mark.skipif(not SHARED_BOOKS.is_dir(), reason=f"{SHARED_BOOKS} is not here")
 def test_the_shared_books_are_those_of_the_manifest(tmp_path):
-    assert download_module.check(sources.Manifest.load("books"), SHARED_BOOKS) == []
+    assert download_module.check(download_module.Manifest.load("books"), SHARED_BOOKS) == []
     assert len(download_books(tmp_path / "books", source=SHARED_BOOKS)) == 52
     assert open_corpus(tmp_path / "books").fingerprint == open_corpus(SHARED_BOOKS).fingerprint
 

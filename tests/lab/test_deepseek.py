@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import temper
-from temper_lab.deepseek import Adapter, to_deepseek, to_temper
+from temper_lab.interop.deepseek import Adapter, to_deepseek, to_temper
 
 pytest.importorskip("transformers.models.deepseek_v4")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -7,7 +7,7 @@ from processes import start, succeed
 # Between two lines the interpreter's lock is not passed on: to wait for a thread that waits for it is to wait forever.
 VISIT = """
 import os, sys
-from temper_lab.distributed import Spread, session
+from temper_lab.distributed import ParallelModel, process_group
 from temper_lab.model import GPT, ModelConfig
 
 sys.setswitchinterval(100)
@@ -15,10 +15,10 @@ config = ModelConfig(depth=1, head_dim=32, context=32, vocab_size=64, preset="te
 
 
 def visit():
-    with session("cpu") as world:
-        spread = Spread(GPT(config), world)
+    with process_group("cpu") as world:
+        spread = ParallelModel(GPT(config), world)
         for value in range(3):
-            assert world.first(lambda: value) == value
+            assert world.on_rank0(lambda: value) == value
         spread.close()
 
 

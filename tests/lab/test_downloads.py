@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from temper_lab.data import sources
-from temper_lab.data.sources import DownloadError, Pace, SourceError
-from temper_lab.eval.core import archive
+from temper_lab.data.download import DownloadError, Pace, SourceError
+from temper_lab.eval.core import bundle as bundles
+from temper_lab.eval.core.bundle import download_bundle
 
 # The module; the package has a function of its name.
 downloading = importlib.import_module("temper_lab.data.download")
@@ -103,7 +103,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(downloading, "PAUSES", (0.01, 0.01))
-    for module in (downloading, archive):
+    for module in (downloading, bundles):
         monkeypatch.setattr(module, "Pace", lambda: Pace(seconds=0.5, rate=10_000))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         running.daemon_threads = True
@@ -177,7 +177,7 @@ BUNDLES = {
 
 @pytest.mark.parametrize("name", BUNDLES)
 def test_bundles(name, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "MAX_PACKED_BYTES", 1_000_000)
+    monkeypatch.setattr(bundles, "MAX_PACKED_BYTES", 1_000_000)
     server.body = bundle()
     manner, said = BUNDLES[name]
     if isinstance(manner, tuple):
@@ -185,17 +185,17 @@ def test_bundles(name, server, tmp_path, monkeypatch):
     server.manner = manner
     folder = tmp_path / "bundle"
     if said is None:
-        archive.download(f"{server.address}/bundle.zip", folder)
+        download_bundle(f"{server.address}/bundle.zip", folder)
         assert [path.name for path in tmp_path.rglob("*")] == ["bundle", "core.yaml"]
         return
     with pytest.raises(ValueError, match=said):
-        archive.download(f"{server.address}/bundle.zip", folder)
+        download_bundle(f"{server.address}/bundle.zip", folder)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_pace_of_a_modest_line_is_enough(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(sources.time, "monotonic", lambda: now)
+    monkeypatch.setattr(downloading.time, "monotonic", lambda: now)
     pace, done = Pace(), 0
     for _ in range(100):
         now, done = now + 10, done + 30_000

@@ -10,9 +10,9 @@ from temper_lab.cli import main
 from temper_lab.data import open_corpus, validation_batches
 from temper_lab.distributed import World
 from temper_lab.eval import bits_per_byte
-from temper_lab.load import load
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.tokenizer import Tokenizer
+from temper_lab.train.model_dir import load
 
 
 @pytest.fixture(scope="module")

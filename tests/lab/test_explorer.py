@@ -5,6 +5,7 @@ import json
 import math
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from explorer_models import TEXT, saved, small_model, tokenizer_of
 
 import temper
 from temper_lab.cli import main
+from temper_lab.explorer import embed, tab, trace
+from temper_lab.explorer.trace import ALWAYS, TOKENS, default_texts, passage, pieces, summary
 from temper_lab.model.functional import rms_norm
-from temper_lab.report.explorer import bpe, live, tab, trace
-from temper_lab.report.explorer.texts import ALWAYS, TOKENS, default_texts, passage
-from temper_lab.report.explorer.trace import pieces, summary
+from temper_lab.study.results import Results
 from temper_lab.tokenizer import SPLIT_PATTERN
 
 
@@ -108,15 +109,15 @@ def test_a_summary_is_over_all_tokens_of_all_texts(tokenizer):
 
 
 def test_patterns_for_javascript():
-    translated = bpe.javascript_pattern(SPLIT_PATTERN)
+    translated = embed.javascript_pattern(SPLIT_PATTERN)
     assert translated.startswith("'(?:[sS\u017fdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|")
     assert r"\s" not in translated
     for unknown in (r"a++", r"a?+b", r"a{1,2}+", r"(?>a)", r"(?<=a)b", r"(?i)a", r"\h", r"(?i:a(b))", r"[a&&b]"):
-        assert bpe.javascript_pattern(unknown) is None, unknown
+        assert embed.javascript_pattern(unknown) is None, unknown
 
 
 def test_a_model_that_the_page_cannot_run_says_why(tokenizer, monkeypatch):
-    assert live.refusal(small_model(tokenizer), tokenizer) is None
+    assert embed.refusal(small_model(tokenizer), tokenizer) is None
     content = json.loads(tokenizer.to_json())
     for change, said in (
         ({"ignore_merges": True}, "ignore_merges"),
@@ -125,15 +126,15 @@ def test_a_model_that_the_page_cannot_run_says_why(tokenizer, monkeypatch):
         other = {**content, "model": {**content["model"], **change}}
         with monkeypatch.context() as patched:
             patched.setattr(type(tokenizer), "to_json", lambda self, other=other: json.dumps(other))
-            assert said in live.refusal(small_model(tokenizer), tokenizer)
-    monkeypatch.setattr(live, "MIXERS", ("birkhoff",))
-    assert live.refusal(small_model(tokenizer), tokenizer) == "the page does not know the mixer sinkhorn"
+            assert said in embed.refusal(small_model(tokenizer), tokenizer)
+    monkeypatch.setattr(embed, "MIXERS", ("birkhoff",))
+    assert embed.refusal(small_model(tokenizer), tokenizer) == "the page does not know the mixer sinkhorn"
 
 
 @pytest.mark.parametrize("short", [False, True])
 def test_weights_as_bytes(tokenizer, short):
-    weights = live.tensors(small_model(tokenizer))
-    table, encoded = live.encode(weights, short=short)
+    weights = embed.tensors(small_model(tokenizer))
+    table, encoded = embed.encode(weights, short=short)
     raw, start = base64.b64decode(encoded), 0
     for entry, (name, tensor) in zip(table, weights.items(), strict=True):
         assert (entry["name"], entry["size"]) == (name, tensor.numel())
@@ -150,19 +151,19 @@ def test_weights_as_bytes(tokenizer, short):
         # Half a unit, and what float32 leaves of a quotient of 32767.
         assert (error <= 0.503 * tensor.abs().amax(1, keepdim=True) / 32767).all()
     assert start == len(raw)
-    assert len(encoded) == live.encoded_size(weights, short=short)
+    assert len(encoded) == embed.encoded_size(weights, short=short)
 
 
 def test_weights_are_shortened_only_where_nobody_could_tell(tokenizer):
     model = small_model(tokenizer, "kromhc")
     traces = [trace(model, tokenizer, TEXT)]
-    assert live.can_be_short(model, tokenizer, traces)
+    assert embed.can_be_short(model, tokenizer, traces)
     with torch.no_grad():
         # One entry so large that the others of its row are rounded away.
         model.blocks[0].attention.out.weight[:, 0] = 3e4
     traces = [trace(model, tokenizer, TEXT)]
-    assert not live.can_be_short(model, tokenizer, traces)
-    assert torch.equal(live.shorten(torch.zeros(2, 3))[0], torch.zeros(2, 3, dtype=torch.int16))
+    assert not embed.can_be_short(model, tokenizer, traces)
+    assert torch.equal(embed.shorten(torch.zeros(2, 3))[0], torch.zeros(2, 3, dtype=torch.int16))
 
 
 def test_passages_of_validation_documents(tokenizer, tiny, tmp_path, corpus_texts):
@@ -222,7 +223,9 @@ def study(tmp_path_factory, tokenizer):
         model = small_model(tokenizer, run["preset"], run["streams"])
         saved(model, tokenizer, folder / "runs" / run["key"] / "model")
         (folder / "runs" / run["key"] / "run.json").write_text(json.dumps({"format": "temper-run-1"}))
-    return folder, {"methods": ["residual", "mhc", "hc", "temper-cp"], "streams": [2, 4], "runs": runs}
+    methods = ["residual", "mhc", "hc", "temper-cp"]
+    content = {"format": "temper-results-1", "methods": methods, "streams": [2, 4], "runs": runs}
+    return folder, Results.from_dict(content)
 
 
 def test_the_tab_of_a_study(study):
@@ -243,7 +246,7 @@ def test_the_tab_of_a_study(study):
     assert len(content["tokenizers"]) == 1
     assert made.html.count("octet-stream") == 4
     # The study's own order of N decides which is the first.
-    other = content_of(tab(folder, {**results, "streams": [4, 2]}, trace_megabytes=0).html)["models"]
+    other = content_of(tab(folder, replace(results, streams=(4, 2)), trace_megabytes=0).html)["models"]
     assert [model["title"] for model in other] == ["mhc, N = 4", "residual, N = 1"]
     # Other N only where there is room for their texts.
     assert len(content_of(tab(folder, results, trace_megabytes=0).html)["models"]) == 3
@@ -260,7 +263,7 @@ def test_a_budget_is_kept_by_shorter_weights_and_then_by_leaving_models_out(stud
         sizes.append(len(blocks))
         for model in models:
             if model["live"] is None:
-                assert model["why"] == "there was no room in the page for its weights"
+                assert model["why"].startswith("there was no room in the page for its weights")
             else:
                 assert any(entry["rows"] for entry in model["live"]["table"])
             assert model["command"].startswith("temper inspect --run ")
@@ -270,9 +273,9 @@ def test_a_budget_is_kept_by_shorter_weights_and_then_by_leaving_models_out(stud
 def test_a_study_without_models_has_no_tab_and_a_damaged_one_is_left_out(study, tmp_path, capsys):
     folder, results = study
     assert tab(tmp_path, results) is None
-    assert tab(folder, {**results, "runs": []}) is None
-    run = results["runs"][0]
-    (tmp_path / "runs" / run["key"] / "model").mkdir(parents=True)
+    assert tab(folder, replace(results, runs=())) is None
+    run = results.runs[0]
+    (tmp_path / "runs" / run.key / "model").mkdir(parents=True)
     assert tab(tmp_path, results) is None
     assert "not in the explorer" in capsys.readouterr().err
 
@@ -299,9 +302,11 @@ def test_inspect_as_json_is_the_trace(study, tmp_path, monkeypatch, capsys, toke
     model = small_model(tokenizer, "mhc", 4)
     expected = [trace(model, tokenizer, text).to_dict() for text in (TEXT, "the people")]
     assert content["models"][0]["traces"] == json.loads(json.dumps(expected))
+    assert content["models"][0]["method"] == "mhc"
     assert main([*words, "--json", "trace.json", "--out", "pages/a.html"]) == 0
     assert json.loads((tmp_path / "trace.json").read_text()) == content
     shown = capsys.readouterr().out
+    assert "mhc-n4-s0 (mhc): " in shown
     assert "2 texts" in shown
     assert "page: pages/a.html" in shown
     assert main(["inspect", "--run", str(path)]) == 0

@@ -7,8 +7,8 @@ import torch
 from explorer_models import TEXT, saved, small_model, tokenizer_of
 
 import temper
-from temper_lab.report.explorer import Subject, bpe, build, trace
-from temper_lab.report.explorer.live import GATES, MIXERS
+from temper_lab.explorer import Subject, build, embed, trace
+from temper_lab.explorer.embed import GATES, MIXERS
 from temper_lab.report.page import page
 
 # Preset, N and overrides: every preset, other N, and every option that the page has to know.
@@ -173,7 +173,7 @@ def strings():
 def test_tokens_are_those_of_the_tokenizer(browser, opened, models):
     tokenizer = models[0][2]
     texts = list(strings())
-    made = bpe.describe(tokenizer)
+    made = embed.describe_tokenizer(tokenizer)
     encode = "({ made, texts }) => texts.map((text) => new Tokenizer(made).encode(text).ids)"
     for text, ids in zip(texts, browser.run(ASK, encode, {"made": made, "texts": texts}), strict=True):
         assert ids == tokenizer.encode(text, bos=True), ascii(text)

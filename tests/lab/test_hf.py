@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from older import with_scalar_gates
 
 import temper
-from temper_lab import checkpoint
 from temper_lab.cli import main
 from temper_lab.engine import generate
-from temper_lab.export import Score, export, score_of
-from temper_lab.load import load
+from temper_lab.interop.export import Score, export, score_of
+from temper_lab.interop.nanochat import from_nanochat
 from temper_lab.model import GPT, ModelConfig
-from temper_lab.nanochat import from_nanochat
 from temper_lab.tokenizer import Tokenizer
+from temper_lab.train import model_dir
+from temper_lab.train.model_dir import load
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from temper_lab.hf import TemperConfig, TemperForCausalLM, fast_tokenizer  # noqa: E402
-from temper_lab.hf.cache import Past  # noqa: E402
+from temper_lab.interop.hf import TemperConfig, TemperForCausalLM, fast_tokenizer  # noqa: E402
+from temper_lab.interop.hf.modeling import Past  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -61,7 +61,7 @@ def folder(tmp_path_factory, corpus_folder):
         network.head.weight[tokenizer.bos] *= 1.5
     path = tmp_path_factory.mktemp("lab") / "model"
     files = {"tokenizer.json": tokenizer.to_json()}
-    return checkpoint.save_model(path, network.config.to_dict(), network.state_dict(), files)
+    return model_dir.save_model(path, network.config.to_dict(), network.state_dict(), files)
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +394,7 @@ def test_export_to_nanochat(folder, tmp_path, capsys):
     tokenizer = Tokenizer.load(folder)
     network = shaken("residual", vocab_size=tokenizer.vocab_size, context=48)
     files = {"tokenizer.json": tokenizer.to_json()}
-    checkpoint.save_model(tmp_path / "lab", network.config.to_dict(), network.state_dict(), files)
+    model_dir.save_model(tmp_path / "lab", network.config.to_dict(), network.state_dict(), files)
     words = ["export", "--to", "nanochat", "--out", str(tmp_path / "out")]
     assert main([*words, "--model", str(tmp_path / "lab")]) == 0
     theirs, their_tokenizer = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -436,8 +436,21 @@ model.save_pretrained({str(exported.parent / "again")!r})
     for path in (exported, exported.parent / "again"):
         assert files <= {file.name for file in path.iterdir()}
         # Nothing but an import, of what is installed.
-        assert all("from temper_lab.hf import Temper" in (path / name).read_text() for name in files)
+        assert all("from temper_lab.interop.hf import Temper" in (path / name).read_text() for name in files)
         assert all(len((path / name).read_text().splitlines()) < 12 for name in files)
+
+
+def test_a_folder_that_was_exported_before_the_move_loads(exported, folder, tmp_path):
+    older = tmp_path / "older"
+    shutil.copytree(exported, older)
+    for name in ("configuration_temper.py", "modeling_temper.py"):
+        text = (older / name).read_text()
+        (older / name).write_text(text.replace("temper_lab.interop.hf", "temper_lab.hf"))
+    code = f"""
+from transformers import AutoModelForCausalLM
+print(type(AutoModelForCausalLM.from_pretrained({str(older)!r}, trust_remote_code=True)).__name__)
+"""
+    assert python(code) == "TemperForCausalLM\n"
 
 
 def test_the_model_card_says_what_is_known(exported, folder, tmp_path):
@@ -465,8 +478,9 @@ def test_an_older_export_holds_gates_as_scalars(exported, tmp_path):
 
 
 def test_transformers_is_imported_only_when_asked_for():
-    modules = "temper, temper_lab, temper_lab.export, temper_lab.deepseek, temper_lab.load, temper_lab.cli.export"
-    assert python(f"import sys, {modules}; print('transformers' in sys.modules)") == "False\n"
+    modules = "interop.export", "interop.deepseek", "interop.hf_folder", "train.model_dir", "cli.trained"
+    names = ", ".join(f"temper_lab.{name}" for name in modules)
+    assert python(f"import sys, temper, {names}; print('transformers' in sys.modules)") == "False\n"
 
 
 def test_without_transformers_it_says_what_to_install(folder, tmp_path):
@@ -475,13 +489,13 @@ import sys
 sys.modules["transformers"] = None
 from temper_lab.cli import main
 try:
-    import temper_lab.hf
+    import temper_lab.interop.hf
 except ModuleNotFoundError as error:
     print(error)
 sys.stderr = sys.stdout
 print(main(["export", "--model", {str(folder)!r}, "--to", "nanochat", "--out", {str(tmp_path / "out")!r}]))
 """
-    said = "temper_lab.hf needs transformers: pip install 'temper-hc[lab,hf]'"
+    said = "temper_lab.interop.hf needs transformers: pip install 'temper-hc[lab,hf]'"
     assert python(code) == f"{said}\nerror: {said}\n1\n"
     assert not (tmp_path / "out").exists()
 

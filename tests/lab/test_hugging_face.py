@@ -17,10 +17,9 @@ from temper_lab.cli import main
 from temper_lab.data import open_corpus, validation_batches
 from temper_lab.eval import bits_per_byte
 from temper_lab.eval.core import evaluate_task, load_bundle
-from temper_lab.eval.core.evaluate import rows_of
-from temper_lab.eval.core.score import score
-from temper_lab.eval.hugging_face import ByteTokenizer, Theirs, TheirTokenizer
-from temper_lab.eval.models import Ours, open_losses, open_model
+from temper_lab.eval.core.scoring import rows_of, score
+from temper_lab.eval.hugging_face import ByteTokenizer, HFModel, HFTokenizer
+from temper_lab.eval.models import LabModel, open_losses, open_model
 
 TEXTS = ["The people of this union, peace and war.", "  courage\n\n\twhile congress", "größer 東京 🙂 ünion", "a"]
 
@@ -113,7 +112,7 @@ def bundle(tmp_path_factory):
 def test_core_is_what_a_plain_implementation_finds(kind, bundle, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     model = open_model(folder)
-    assert isinstance(model, Theirs)
+    assert isinstance(model, HFModel)
     assert model.can_share
     assert model.limit == {"gpt2": 128, "llama": 256}[kind]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -142,7 +141,7 @@ def test_core_is_what_a_plain_implementation_finds(kind, bundle, request):
 
 
 def test_a_memory_that_forgets_is_not_used(corpus):
-    tokenizer = TheirTokenizer(fast(byte_level(corpus.texts()), bos_token="<|endoftext|>"), "any")
+    tokenizer = HFTokenizer(fast(byte_level(corpus.texts()), bos_token="<|endoftext|>"), "any")
     config = transformers.MistralConfig(
         vocab_size=tokenizer.num_ids,
         hidden_size=32,
@@ -154,7 +153,7 @@ def test_a_memory_that_forgets_is_not_used(corpus):
         bos_token_id=0,
         eos_token_id=0,
     )
-    assert not Theirs(transformers.MistralForCausalLM(config).eval(), tokenizer).can_share
+    assert not HFModel(transformers.MistralForCausalLM(config).eval(), tokenizer).can_share
 
 
 def test_the_command_takes_both_kinds(gpt2_folder, bundle, capsys):
@@ -170,20 +169,20 @@ def test_the_command_takes_both_kinds(gpt2_folder, bundle, capsys):
 def test_which_token_begins_a_prompt(corpus):
     backend = byte_level(corpus.texts())
     end = backend.token_to_id("<|endoftext|>")
-    assert TheirTokenizer(fast(backend, bos_token="<|endoftext|>"), "any").bos == end
+    assert HFTokenizer(fast(backend, bos_token="<|endoftext|>"), "any").bos == end
     # No BOS, and an EOS of chats: the token between documents is the one that is known.
     backend.add_special_tokens(["<|im_end|>"])
-    assert TheirTokenizer(fast(backend, eos_token="<|im_end|>"), "any").bos == end
+    assert HFTokenizer(fast(backend, eos_token="<|im_end|>"), "any").bos == end
     bare = tokenizers.Tokenizer(models.BPE())
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.train_from_iterator(["a b"], trainers.BpeTrainer(special_tokens=["[X]"]))
-    assert TheirTokenizer(fast(bare, eos_token="[X]"), "any").bos == 0
+    assert HFTokenizer(fast(bare, eos_token="[X]"), "any").bos == 0
     with pytest.raises(ValueError, match=r"my-model: the tokenizer has no BOS, none of .* and no EOS"):
-        TheirTokenizer(fast(bare), "my-model")
+        HFTokenizer(fast(bare), "my-model")
 
 
 def test_text_is_never_parsed_for_special_tokens(corpus):
-    tokenizer = TheirTokenizer(fast(byte_level(corpus.texts()), bos_token="<|endoftext|>"), "any")
+    tokenizer = HFTokenizer(fast(byte_level(corpus.texts()), bos_token="<|endoftext|>"), "any")
     (ids,) = tokenizer.encode_batch(["a <|endoftext|> b"], bos=True)
     assert ids.count(tokenizer.bos) == 1
     assert ids[0] == tokenizer.bos
@@ -199,7 +198,7 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(kind, corpus):
         "pieces-never": lambda: sentencepiece(texts, first="never"),
     }[kind]()
     bos = "<s>" if kind.startswith("pieces") else "<|endoftext|>"
-    theirs = TheirTokenizer(fast(backend, bos_token=bos), kind)
+    theirs = HFTokenizer(fast(backend, bos_token=bos), kind)
     tokenizer = ByteTokenizer(theirs)
     for text in [*TEXTS, *texts[:5]]:
         (ids,) = tokenizer.encode_batch([text])
@@ -218,7 +217,7 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(kind, corpus):
 def test_added_tokens_stand_for_themselves(corpus):
     backend = byte_level(corpus.texts())
     backend.add_tokens(["  \u00e4"])
-    tokenizer = ByteTokenizer(TheirTokenizer(fast(backend, bos_token="<|endoftext|>"), "any"))
+    tokenizer = ByteTokenizer(HFTokenizer(fast(backend, bos_token="<|endoftext|>"), "any"))
     (ids,) = tokenizer.encode_batch(["a  \u00e4"])
     assert tokenizer.token_bytes[ids].tolist() == [1, 4]
 
@@ -228,19 +227,19 @@ def test_bits_per_byte_refuse_what_cannot_be_known(corpus):
     # Lower case is another text.
     backend = byte_level(texts)
     backend.normalizer = normalizers.Lowercase()
-    tokenizer = ByteTokenizer(TheirTokenizer(fast(backend, bos_token="<|endoftext|>"), "lower"))
+    tokenizer = ByteTokenizer(HFTokenizer(fast(backend, bos_token="<|endoftext|>"), "lower"))
     assert tokenizer.encode_batch(["the people"])
     with pytest.raises(ValueError, match=r"lower: the bytes of the tokens are not those of the text that begins 'The"):
         tokenizer.encode_batch(["The people"])
     # A character without a piece is lost.
     pieces = fast(sentencepiece(texts, byte_fallback=False), bos_token="<s>", unk_token="<unk>")
     with pytest.raises(ValueError, match="cannot be known"):
-        ByteTokenizer(TheirTokenizer(pieces, "pieces")).encode_batch(["東京"])
+        ByteTokenizer(HFTokenizer(pieces, "pieces")).encode_batch(["東京"])
     words = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.train_from_iterator(texts, trainers.WordPieceTrainer(special_tokens=["[UNK]", "[CLS]"]))
     with pytest.raises(ValueError, match=r"WordPiece\) is neither byte-level nor like sentencepiece"):
-        ByteTokenizer(TheirTokenizer(fast(words, bos_token="[CLS]"), "bert"))
+        ByteTokenizer(HFTokenizer(fast(words, bos_token="[CLS]"), "bert"))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -288,12 +287,24 @@ def test_folders_that_are_not_complete(gpt2_folder, tmp_path, capsys):
     assert "they do not belong together" in capsys.readouterr().err
 
 
+def test_a_panic_of_the_tokenizers_library_is_one_line(gpt2_folder, tmp_path, capfd):
+    shutil.copytree(gpt2_folder, tmp_path / "m")
+    content = json.loads((tmp_path / "m" / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "longer than any token"
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(content))
+    assert main(["eval", "bpb", "--model", str(tmp_path / "m"), "--corpus", "sotu"]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("error: ")
+    assert "the library tokenizers failed" in said
+    assert said.count("\n") == 1
+
+
 def test_ours_stay_ours(tiny, tmp_path, capsys):
     out = tmp_path / "run"
     options = ["--train.steps", "1", "--train.sample-tokens", "0"]
     assert main(["train", "--recipe", str(tiny), "--out", str(out), *options]) == 0
     for path in (out, out / "model"):
-        assert isinstance(open_model(path), Ours)
+        assert isinstance(open_model(path), LabModel)
     assert open_model(out).fingerprint() == open_model(out / "model").fingerprint()
 
 
@@ -318,6 +329,8 @@ def test_weights_that_do_not_fit_are_an_error_that_names_them(llama_folder, tmp_
             ({"add": {"extra.weight": torch.ones(2)}}, "1 unexpected (extra.weight)"),
             ({"intermediate_size": 96}, "not complete"),
             ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
+            ({"add": {"model.norm.weight": torch.ones(32, dtype=torch.int32)}}, "model.norm.weight is of type I32"),
+            ({"add": {"model.norm.weight": torch.full((32,), torch.nan)}}, "not finite (model.norm.weight)"),
         )
     ):
         folder, out = copy_of(llama_folder, tmp_path / f"bad{index}", **options), tmp_path / "out"
@@ -336,7 +349,19 @@ def test_no_code_of_a_folder_is_run_and_nothing_is_unpickled(llama_folder, tmp_p
     pickled = shutil.copytree(llama_folder, tmp_path / "pickled")
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
-    for folder in (evil, pickled):
+    # Weights named by an index need not be safetensors, and attention can come from a repository.
+    indexed = shutil.copytree(pickled, tmp_path / "indexed")
+    shutil.copy(llama_folder / "model.safetensors", indexed / "other.safetensors")
+    weights = dict.fromkeys(load_file(indexed / "other.safetensors"), "pytorch_model.bin")
+    (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    monkeypatch.setattr("torch.load", lambda *words, **options: mark.touch())
+    fetched = copy_of(llama_folder, tmp_path / "fetched", attn_implementation="somebody/kernel")
+    nested = copy_of(llama_folder, tmp_path / "nested", text_config={"_attn_implementation": "flash_attention_2"})
+    quantized = copy_of(llama_folder, tmp_path / "quantized", quantization_config={"quant_method": "eetq"})
+    adapter = shutil.copytree(llama_folder, tmp_path / "adapter")
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *words, **options: mark.touch())
+    for folder in (evil, pickled, indexed, fetched, nested, quantized, adapter):
         for command in (["eval", "bpb"], ["upcycle", "--streams", "2", "--out", str(tmp_path / "out")]):
             monkeypatch.setattr("builtins.input", lambda *words: "y")
             assert main([*command, "--model", str(folder)]) == 1

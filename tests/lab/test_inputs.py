@@ -20,9 +20,11 @@ from studies import results, run_entry
 
 from temper_lab import io, recipe
 from temper_lab.cli import main
-from temper_lab.compare.study import Study, read_grid
-from temper_lab.data import formats
+from temper_lab.console import Bar
+from temper_lab.data import corpus as corpus_module
 from temper_lab.model import ModelConfig
+from temper_lab.study.grid import read_grid
+from temper_lab.study.spec import Study
 
 DEEP = "[" * 100_000
 
@@ -112,8 +114,8 @@ def test_a_device_that_is_not_here(device, finished, refused):
 
 
 def test_more_tokens_than_there_are_numbers(finished, refused):
-    refused("sample", "--model", finished, "--max-tokens", 2**63)
-    refused("upcycle", "--model", finished, "--streams", 2**63, "--out", finished / "out")
+    refused("sample", "--model", finished, "--max-tokens", 2**62)
+    refused("upcycle", "--model", finished, "--streams", 2**62, "--out", finished / "out")
 
 
 @pytest.mark.parametrize(
@@ -277,14 +279,73 @@ def test_options_that_are_not_for_this(finished, tmp_path, refused):
     assert "--sites" in refused(*words, "--sites", 2)
 
 
+def test_numbers_that_are_too_large_for_any_use(finished, tiny, tmp_path, refused):
+    for words in (["sample", "--model", str(finished), "--num"], ["data", "info", "--shuffle-mb"], ["params", "--dim"]):
+        for number in ("9" * 400, "9" * 5000, str(1 << 63)):
+            with pytest.raises(SystemExit) as stopped:
+                main([*words, number])
+            assert stopped.value.code == 2
+    corpus = recipe.load(str(tiny)).data.corpus
+    # A split that is too small for a batch repeats itself, which would take for ever.
+    for words in (["eval", "bpb", "--model", finished], ["data", "info"]):
+        assert "expected 1 to 65,536" in refused(*words, "--corpus", corpus, "--rows", 1 << 62)
+
+
+def test_a_grid_that_nobody_could_train(tiny, refused):
+    values = ",".join(f"0.{number:03d}" for number in range(1, 200))
+    axes = [word for name in ("matrix_lr", "head_lr", "embedding_lr") for word in ("--vary", f"optim.{name}={values}")]
+    words = refused("compare", "--recipe", tiny, "--dry-run", *axes)
+    assert "the grid has" in words
+    assert "runs; expected at most 10,000" in words
+
+
 def test_files_that_would_keep_their_reader_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for read in (io.read_json, io.read_text, io.read_tensors, io.read_yaml):
         with pytest.raises(io.FileError, match="is not a file"):
             read(tmp_path / "pipe")
+    assert main(["train", "--recipe", str(tmp_path / "pipe"), "--help"]) == 0
     (tmp_path / "long").write_text('"' + "x" * 100 + '"')
     with pytest.raises(io.FileError, match="more than 50 bytes"):
         io.read_text(tmp_path / "long", 50)
+
+
+def test_no_name_commands_a_terminal(finished, tmp_path, capsys):
+    name = "x\x1b]0;title\x07\x1b[2J\x9b31m\u202e[/]"
+    run = shutil.copytree(finished, tmp_path / name)
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(about | {"status": name, "recipe_name": name}))
+    assert main(["runs", str(tmp_path)]) == 0
+    assert main(["sample", "--model", str(tmp_path / name / "missing")]) == 1
+    said = capsys.readouterr()
+    for text in (said.out, said.err):
+        assert "\\x1b]0;title" in text
+        assert not set("\x1b\x07\x9b\u202e") & set(text)
+
+
+def test_a_run_needs_no_streams(tiny, tmp_path, monkeypatch):
+    words = f"{sys.executable} -m temper_lab train --recipe {tiny} --out {tmp_path}/run --train.steps 1 <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", words], check=False).returncode == 0
+    assert (tmp_path / "run" / "model").is_dir()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 1
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with Bar("training", 1) as bar:
+            bar.update(1, "a log on a full disk", is_notable=True)
+            bar.say("a sample")
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def test_output_that_cannot_be_written_is_an_error(tmp_path):
+    for words in ("--help", "params --help"):
+        command = f"{sys.executable} -m temper_lab {words}"
+        done = subprocess.run(["bash", "-c", f"{command} >/dev/full"], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        command = f"set -o pipefail; {command} | true"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_error_is_a_line_and_with_debug_a_traceback(capsys, monkeypatch, finished):
@@ -293,7 +354,7 @@ def test_an_error_is_a_line_and_with_debug_a_traceback(capsys, monkeypatch, fini
     def broken(*args: object, **options: object) -> None:
         raise LookupError("line one\nline two\n" + "x" * 10_000)
 
-    monkeypatch.setattr("temper_lab.load.load", broken)
+    monkeypatch.setattr("temper_lab.train.model_dir.load", broken)
     assert main(words) == 1
     text = capsys.readouterr().err
     assert text.startswith("error: LookupError: line one line two xxx")
@@ -321,7 +382,7 @@ def test_one_long_line_is_read_once(tmp_path, monkeypatch):
     long = json.dumps({"text": "x" * (16 << 20)})
     path = tmp_path / "long.jsonl"
     path.write_text(f'{{"text": "first"}}\n{long}\n{{"text": "last"}}\n')
-    parts = formats.parts(path, "long.jsonl")
+    parts = corpus_module.parts_of(path, "long.jsonl")
     assert len(parts) > 60
     read = 0
 
@@ -332,10 +393,10 @@ def test_one_long_line_is_read_once(tmp_path, monkeypatch):
             read += len(line)
             return line
 
-    monkeypatch.setattr(formats, "open", lambda *args: Counted(FileIO(args[0])), raising=False)
-    lengths = [len(text) for part in parts for _, text in formats.read(part)]
+    monkeypatch.setattr(corpus_module, "open", lambda *args: Counted(FileIO(args[0])), raising=False)
+    lengths = [len(text) for part in parts for _, text in corpus_module.read_part(part)]
     assert lengths == [5, 16 << 20, 4]
     assert read < 3 * len(long)
-    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(corpus_module, "MAX_LINE_BYTES", 1 << 20)
     with pytest.raises(ValueError, match="the line at byte 18 has more than"):
-        list(formats.read(parts[0]))
+        list(corpus_module.read_part(parts[0]))

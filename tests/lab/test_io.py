@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_lab import checkpoint, io
+from temper_lab import io
 from temper_lab.cli import main
+from temper_lab.train import checkpoint, model_dir
 
 CONFIG = {"depth": 2}
 MODEL = {"weight": torch.arange(6.0).view(2, 3)}
@@ -35,7 +36,7 @@ def names(folder: Path) -> list[str]:
 
 def write(folder: Path, number: int) -> None:
     files = {f"{name}.txt": str(number) for name in "abcdefgh"}
-    checkpoint.save_model(folder, {"number": number}, {"weight": torch.full((64,), float(number))}, files)
+    model_dir.save_model(folder, {"number": number}, {"weight": torch.full((64,), float(number))}, files)
 
 
 def look(folder: Path) -> set[float]:
@@ -43,7 +44,7 @@ def look(folder: Path) -> set[float]:
 
     def read(path: Path) -> set[float]:
         found = {float((path / f"{name}.txt").read_text()) for name in "abcdefgh"}
-        loaded = checkpoint.load_model(path)
+        loaded = model_dir.load_model(path)
         return found | {float(loaded.config["number"]), *loaded.tensors["weight"].tolist()}
 
     return io.read_dir(folder, read)
@@ -86,7 +87,7 @@ def test_reading_changes_nothing(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis").write_text("mine")
     before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
-    assert checkpoint.load_model(tmp_path / "x").config == {"number": 1}
+    assert model_dir.load_model(tmp_path / "x").config == {"number": 1}
     assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
     # Neither do writers touch what is not a workspace, whatever its name.
     write(tmp_path / "x", 2)
@@ -126,6 +127,14 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path, monkeypatch):
     io.recover(tmp_path)
     assert (folder / "file").read_text() == "old"
     assert names(tmp_path) == ["x"]
+
+
+def test_a_kill_while_the_mark_is_written_leaves_nothing_for_good(tmp_path):
+    for name, mark in (("a", b""), ("b", io.MARK[:20]), ("c", io.MARK), ("d", b"mine"), ("e", io.MARK + b"x")):
+        (tmp_path / f".{name}.tmp-{HEX}").mkdir()
+        (tmp_path / f".{name}.tmp-{HEX}" / "lock").write_bytes(mark)
+    io.recover(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [f".d.tmp-{HEX}", f".e.tmp-{HEX}"]
 
 
 def test_the_workspace_of_a_living_writer_stays(tmp_path):
@@ -211,7 +220,7 @@ def _read_forever(folder, stop, results):
         if folder.is_dir():
             count += 1
             try:
-                checkpoint.load_model(folder).file()
+                model_dir.load_model(folder).file()
             except Exception as error:
                 failed += 1
                 print(repr(error), file=sys.stderr)

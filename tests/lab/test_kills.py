@@ -15,10 +15,11 @@ import kills
 import pytest
 from processes import error_of, start
 
-from temper_lab import checkpoint, io
+from temper_lab import io
 from temper_lab.cli import main
-from temper_lab.load import load
-from temper_lab.run import RunFolder
+from temper_lab.train import checkpoint
+from temper_lab.train.model_dir import load
+from temper_lab.train.run_dir import RunFolder
 
 STEPS = ["--train.steps", "3", "--train.val-every", "1", "--train.val-batches", "1", "--train.save-every", "1"]
 STEPS += ["--train.keep-best", "--train.keep-last", "1", "--train.sample-tokens", "0"]
@@ -68,8 +69,23 @@ def check_train(tiny: Path, folder: Path, sample: int) -> None:
             checkpoint.verify(path)
         assert kills.run(train(tiny, out), folder)[0] == 0, place
         assert same_bytes(out, whole), place
+        assert sorted(os.listdir(out / "checkpoints")) == sorted(os.listdir(whole / "checkpoints")), place
         assert leftovers(out) == [], place
         shutil.rmtree(out)
+
+
+def test_a_kill_before_the_last_checkpoint_is_pruned(tiny, tmp_path, monkeypatch):
+    prune = checkpoint.prune
+
+    def dying(folder: Path, step: int, **kept: object) -> None:
+        prune(folder, step, **kept) if step < 3 else os._exit(9)
+
+    monkeypatch.setattr(checkpoint, "prune", dying)
+    assert kills.run(train(tiny, tmp_path / "run"), tmp_path)[0] == 9
+    assert len(os.listdir(tmp_path / "run" / "checkpoints")) > 1
+    monkeypatch.undo()
+    assert kills.run(train(tiny, tmp_path / "run"), tmp_path)[0] == 0
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-000003"]
 
 
 def test_training_killed_at_some_calls(tiny, tmp_path):
@@ -90,9 +106,9 @@ def test_training_killed_at_every_call(tiny, tmp_path):
 def models(tiny, tmp_path_factory) -> Path:
     """Two models; and whatever is imported for them need not be imported by every process that is killed."""
     import temper_lab.compress
-    import temper_lab.export
-    import temper_lab.hf
-    import temper_lab.upcycle.folder  # noqa: F401
+    import temper_lab.interop.export
+    import temper_lab.interop.hf
+    import temper_lab.interop.upcycle  # noqa: F401
 
     root = tmp_path_factory.mktemp("models")
     for preset in ("residual", "mhc"):
@@ -177,12 +193,15 @@ def test_a_study_killed_at_every_fifth_call(tiny, tmp_path):
 def test_torchrun_brings_a_run_back_that_lost_a_process(seed, tiny, tmp_path_factory, tmp_path):
     rng = random.Random(seed)
     steps = ["--train.steps", "30", "--train.save-every", "2", "--train.val-every", "10", "--train.sample-tokens", "0"]
+    # Copied, with checkpoints of whole tensors; or sharded, with shards that are written while training goes on.
+    parallel = ("ddp", "fsdp")[seed % 2]
+    steps += ["--train.parallel", parallel]
 
     def torchrun(out: Path) -> subprocess.Popen:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
         return start(*words, "-m", "temper_lab", "train", "--recipe", str(tiny), "--out", str(out), *steps)
 
-    whole = tmp_path_factory.getbasetemp() / "torchrun-whole"
+    whole = tmp_path_factory.getbasetemp() / f"torchrun-{parallel}"
     if not whole.exists():
         process = torchrun(whole)
         error_of(process)

@@ -1,6 +1,8 @@
 """The commands of the lab as a user types them."""
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,8 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from temper_lab.cli import COMMANDS, main
-from temper_lab.run import RunFolder
+import temper
+from temper_lab.cli import BUILDERS, COMMANDS, _call, completion, function_of, main
+from temper_lab.cli.options import usage
+from temper_lab.recipe import load
+from temper_lab.train.run_dir import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +28,68 @@ def finished(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_teaches_with_examples(name, capsys):
+    assert main(["help", *name.split()]) == 0
+    out = capsys.readouterr().out
+    assert f"temper {name}" in out.split("\noptions:")[0].split("\n", 2)[2]
+    assert max(map(len, out.splitlines())) <= 80
+    # Help is read from the source; the options that are understood are the parser's own.
     with pytest.raises(SystemExit) as stopped:
-        main([*name.split(), "--help"])
+        _call(name, ["--help"])
     assert stopped.value.code == 0
-    assert f"temper {name}" in capsys.readouterr().out.split("options")[0].split("\n", 2)[2]
+    listed = {flag for option in usage(*function_of(name)).options if not option.is_positional for flag in option.flags}
+    # Tyro puts names at the start of a line in a box, and two spaces before what it says of them.
+    rows = re.findall(r"^\W (-.*)", capsys.readouterr().out, re.MULTILINE)
+    names = {flag for row in rows for flag in re.findall(r"(?:^|, )(--\w[\w.-]*)", row.split("  ")[0])}
+    # --import is taken before the parser sees it, by the commands that build models.
+    assert ("--import" in listed) == (function_of(name)[0] in BUILDERS)
+    assert names - {"--help"} == listed - {"--import"}
+
+
+def test_help_has_the_values_of_a_recipe(capsys):
+    assert main(["train", "--recipe", "table1-cpu", "--help"]) == 0
+    out = capsys.readouterr().out
+    recipe = load("table1-cpu")
+    assert f"--model.depth INT         the number of blocks. (default: {recipe.model.depth})" in out
+    assert f"(default: {recipe.train.batch_tokens})" in out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"temper {temper.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("tr", {"train"}),
+        ("eval ", {"bpb", "core"}),
+        ("train --model.pre", {"--model.preset"}),
+        ("train --train.parallel f", {"fsdp"}),
+        ("compare --recipe cpu-sm", {"cpu-smoke", "cpu-small"}),
+        ("data download ", {"climbmix", "books", "--shards", "--folder", "--source", "--json", "--no-json", "--help"}),
+        ("help comp", {"compare", "compress", "completion"}),
+    ],
+)
+def test_bash_completes(words, expected, bash_script):
+    typed = shlex.join(["temper", *words.split(" ")])
+    code = f'COMP_WORDS=({typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _temper; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", f"{bash_script}\n{code}"], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == expected
+
+
+@pytest.fixture(scope="module")
+def bash_script():
+    text = completion.script("bash")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    return text
+
+
+def test_other_shells_complete_the_same():
+    # Neither shell need be here; zsh runs bash's function.
+    assert completion.script("zsh").split("\n", 1)[1] == completion.script("bash")
+    fish = completion.script("fish").splitlines()
+    assert any("-l train.parallel -x -a 'ddp" in line for line in fish)
+    assert all(line.startswith("complete -c temper ") for line in fish)
 
 
 def test_the_list_of_commands(capsys):
@@ -46,7 +109,8 @@ def test_the_list_of_commands(capsys):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; from temper_lab.cli import main; main(['--help']); print('torch' in sys.modules)"
+    words = "main(['--help']); main(['--version']); main(['train', '--help']); main(['completion', 'bash'])"
+    code = f"import sys; from temper_lab.cli import main; {words}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
@@ -58,10 +122,52 @@ def test_train_without_a_recipe_or_a_folder(capsys, tmp_path):
     assert "--out is missing" in capsys.readouterr().err
     assert main(["train", "--resume"]) == 1
     assert "holds no run to resume" in capsys.readouterr().err
+    assert main(["train", "--model.prest", "mhc"]) == 1
+    assert "there is no option --model.prest; did you mean --model.preset" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--recipe", "cpu-smoke", "--model.preset", "temper-pc"])
     assert stopped.value.code == 2
     assert "temper-cp" in capsys.readouterr().err
+
+
+def test_train_says_on_stdout_what_came_of_it(finished, tiny, capsys):
+    bpbs = [json.loads(line)["val_bpb"] for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    # A finished run has nothing left to do, and tells its result again.
+    options = ["--train.steps", "3", "--train.val-every", "1", "--train.sample-tokens", "0"]
+    words = ["train", "--recipe", str(tiny), "--out", str(finished), "--resume", *options]
+    assert main(words) == 0
+    tokens = 3 * load(tiny).train.batch_tokens
+    line = f"bpb {bpbs[-1]:.4f}, 3 steps, {tokens:,} tokens, model {finished / 'model'}\n"
+    assert capsys.readouterr().out == line
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["bpb"], found["best_bpb"]) == ("finished", bpbs[-1], min(bpbs))
+    assert (found["steps"], found["tokens"], found["model"]) == (3, tokens, str(finished / "model"))
+
+
+def test_json_is_all_there_is_on_stdout(finished, corpus_folder, tmp_path, capsys):
+    def said(*words):
+        assert main([*words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    sampled = said("sample", "--model", str(finished), "--prompt", "the people", "--num", "2", "--max-tokens", "4")
+    assert [row["text"].startswith("the people") for row in sampled["samples"]] == [True, True]
+    info = said("data", "info", "--corpus", str(corpus_folder), "--batches", "1")
+    assert (info["train"]["documents"], info["val"]["documents"]) == (38, 2)
+    assert info["mixing"]["batches"] == 1
+    made = said(
+        "tokenizer", "train", "--out", str(tmp_path / "t"), "--corpus", str(corpus_folder), "--vocab-size", "280"
+    )
+    read = said("tokenizer", "info", "--path", str(tmp_path / "t"), "--text", "law")
+    assert made["vocab_size"] == read["vocab_size"] == 280
+    assert read["fingerprint"] == made["fingerprint"]
+    assert read["tokens"]
+    exported = said("export", "--model", str(finished), "--out", str(tmp_path / "e"))
+    assert (exported["folder"], exported["format"]) == (str(tmp_path / "e"), "hf")
+    more = ["--model", str(finished), "--preset", "temper-cp", "--streams", "8", "--out", str(tmp_path / "u")]
+    grown = said("upcycle", *more)
+    assert grown["parameters"] > exported["parameters"]
+    assert grown["largest_difference"] < 1e-4
 
 
 def test_sample(finished, capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from temper_lab.engine import generate
-from temper_lab.export import export
+from temper_lab.interop.export import export
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.tokenizer import Tokenizer
 

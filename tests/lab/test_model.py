@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import temper
 from temper_lab.model import GPT, ModelConfig
-from temper_lab.model.loss import chunked_cross_entropy
+from temper_lab.model.functional import chunked_cross_entropy
 
 SMALL = {"depth": 2, "vocab_size": 97, "context": 24, "head_dim": 32}
 
@@ -103,6 +103,32 @@ def test_streams_go_around_both_branches_of_every_block():
         site.observers = (lambda site, streams, routing: seen.append((site.layer_index, tuple(streams.shape))),)
     model(batch(model.config)[0])
     assert seen == [(index, (3, 20, 4, 128)) for index in range(4)]
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_all_sites_are_chained_unless_a_block_has_to_be_called(monkeypatch, with_gradients):
+    model = shaken(small(preset="temper-cp", num_streams=4))
+    (ids, targets), chained, seen = batch(model.config), [], []
+    finish_into = temper.HyperConnection.finish_into
+
+    def spy(site, following, *args, **options):
+        chained.append((site.layer_index, following.layer_index))
+        return finish_into(site, following, *args, **options)
+
+    monkeypatch.setattr(temper.HyperConnection, "finish_into", spy)
+
+    def run():
+        chained.clear()
+        with torch.set_grad_enabled(with_gradients):
+            loss = model.loss(ids, targets)
+        return loss.detach(), torch.autograd.grad(loss, list(model.parameters())) if with_gradients else ()
+
+    expected = run()
+    assert chained == [(0, 1), (1, 2), (2, 3)]
+    model.blocks[1].register_forward_hook(lambda block, args, out: seen.append((args[0].shape, out.shape)))
+    torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+    assert chained == [(0, 1), (2, 3)]
+    assert seen == [((3, 20, 4, 128), (3, 20, 4, 128))]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

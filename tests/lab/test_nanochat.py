@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from temper_lab.interop.nanochat import from_nanochat, to_nanochat
 from temper_lab.model import GPT, ModelConfig
-from temper_lab.nanochat import from_nanochat, to_nanochat
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,5 +108,5 @@ def test_what_this_backbone_is_not(changes, message):
 def test_transformers_is_imported_only_when_needed():
     import subprocess
 
-    code = "import sys, temper_lab.nanochat, temper_lab.engine; assert 'transformers' not in sys.modules"
+    code = "import sys, temper_lab.interop.nanochat, temper_lab.engine; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

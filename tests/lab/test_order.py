@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from temper_lab.data import Loader, open_corpus, validation_batches
-from temper_lab.data.mixing import expected_distinct, measure
-from temper_lab.data.pieces import Builder, permutation
-from temper_lab.data.reader import Reader
-from temper_lab.data.stream import Stream
+from temper_lab.data.loader import expected_distinct, measure_mixing
+from temper_lab.data.packing import Builder, permutation
+from temper_lab.data.reader import Reader, Stream
 from temper_lab.tokenizer import Tokenizer
 
 CONTEXT, ROWS = 16, 8
@@ -234,14 +233,14 @@ def test_mixing_is_measured(tmp_path, tokenizer):
     [stream], [again] = streams(corpus, tokenizer, {}), streams(corpus, tokenizer, {})
     rows = epoch_of(again)
     weights = Counter(document for row in rows for _, document in row).values()
-    mixing = measure(stream, ROWS, 20, weights)
+    mixing = measure_mixing(stream, ROWS, 20, weights)
     batches = [list(itertools.chain(*rows[at : at + ROWS])) for at in range(0, 20 * ROWS, ROWS)]
     assert mixing.num_batches == 20
     assert mixing.documents == np.mean([len({document for _, document in batch}) for batch in batches])
     assert mixing.documents == pytest.approx(mixing.independent, rel=0.03)
     # At most an epoch.
     [stream] = streams(corpus, tokenizer, {})
-    assert measure(stream, ROWS, 10**6, weights).num_batches == -(-len(rows) // ROWS)
+    assert measure_mixing(stream, ROWS, 10**6, weights).num_batches == -(-len(rows) // ROWS)
 
 
 def test_expected_distinct():

@@ -4,9 +4,10 @@ from importlib import resources
 
 import pytest
 
-from temper_lab import plan, recipe
+from temper_lab import recipe
 from temper_lab.cli import main
 from temper_lab.recipe import Recipe
+from temper_lab.train.plan import BatchPlan, plan_batch
 
 BUILT_IN = (
     *("ablations-cpu", "ablations-paper", "cpu-base", "cpu-small", "cpu-smoke", "demo", "paper-n4", "paper-n8"),
@@ -53,22 +54,28 @@ def test_the_recipes_of_the_paper_dry_run_on_the_meta_device(
 
 def test_every_field_can_be_overridden(capsys, tmp_path):
     options = ["--model.preset", "temper-tucker", "--model.num-streams", "8", "--model.router", '{"rank": [2, 3]}']
-    options += ["--train.steps", "50", "--optim.betas", "0.7", "0.9", "--data.shares", "1", "--train.compile"]
+    options += ["--train.steps", "50", "--optim.betas", "0.7", "0.9", "--data.num-shards", "1", "--train.compile"]
     assert main(["train", "--recipe", "cpu-smoke", "--dry-run", *options]) == 0
     out = capsys.readouterr().out
-    assert "temper-tucker on 8 streams" in out
+    assert "temper-tucker:rank=2x3 on 8 streams" in out
     assert "50 steps x 2,048 = 102,400" in out
 
 
 def test_a_number_of_processes_that_does_not_divide():
     smoke = recipe.load("cpu-smoke")
-    assert plan.split(smoke, 1) == plan.Split(shares=1, passes=1, rows=16)
-    assert plan.split(smoke, 2) == plan.Split(shares=2, passes=1, rows=8)
-    assert plan.split(recipe.load("paper-n4"), 2) == plan.Split(shares=4, passes=4, rows=16)
-    with pytest.raises(ValueError, match=r"for 3 shares expected a multiple of 384"):
-        plan.split(smoke, 3)
-    with pytest.raises(ValueError, match=r"data.shares is 4; expected a multiple of the 3 processes"):
-        plan.split(recipe.load("paper-n4"), 3)
+    assert plan_batch(smoke, 1) == BatchPlan(num_shards=1, grad_accum_steps=1, device_batch_size=16)
+    assert plan_batch(smoke, 2) == BatchPlan(num_shards=2, grad_accum_steps=1, device_batch_size=8)
+    assert plan_batch(recipe.load("paper-n4"), 2) == BatchPlan(num_shards=4, grad_accum_steps=4, device_batch_size=16)
+    with pytest.raises(ValueError, match=r"for 3 shards expected a multiple of 384"):
+        plan_batch(smoke, 3)
+    with pytest.raises(ValueError, match=r"data.num_shards is 4; expected a multiple of the 3 processes"):
+        plan_batch(recipe.load("paper-n4"), 3)
+    copies = smoke.with_fields({"train.parallel": "fsdp", "train.replicas": 2})
+    assert plan_batch(copies, 2) == plan_batch(smoke, 2)
+    with pytest.raises(ValueError, match=r"train.replicas is 2; expected a divisor of the 1 processes"):
+        plan_batch(copies, 1)
+    with pytest.raises(ValueError, match=r"train.replicas is 2; expected 1 unless train.parallel is 'fsdp'"):
+        smoke.with_fields({"train.replicas": 2})
 
 
 GOOD = """[model]
@@ -79,7 +86,7 @@ head_dim = 32
 [train]
 steps = 2
 batch_tokens = 64
-rows = 2
+device_batch_size = 2
 """
 
 
@@ -133,3 +140,28 @@ def test_changes_are_named():
     values["train"]["steps"] = 61
     assert first.changes(Recipe.from_dict(values)) == ["train.steps was 60, is 61"]
     assert first.changes(first) == []
+
+
+def test_former_names_of_fields_are_read_with_a_notice(tmp_path, capsys):
+    old, new = tmp_path / "old.toml", tmp_path / "new.toml"
+    new.write_text(f"{GOOD}[data]\nnum_shards = 2\n")
+    old.write_text(f"{GOOD.replace('device_batch_size', 'rows')}[data]\nshares = 2\n")
+    expected = recipe.load(new)
+    assert (expected.data.num_shards, expected.train.device_batch_size) == (2, 2)
+    assert capsys.readouterr().err == ""
+    assert recipe.load(old) == expected
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"note: {old}: data.shares is now called data.num_shards",
+        f"note: {old}: train.rows is now called train.device_batch_size",
+    ]
+    both = tmp_path / "both.toml"
+    both.write_text(f"{GOOD}rows = 3\n")
+    with pytest.raises(ValueError, match=r"has both train\.rows and train\.device_batch_size"):
+        recipe.load(both)
+
+
+@pytest.mark.parametrize("words", [["--train.rows", "2"], ["--train.rows=2"]])
+def test_former_names_of_options_name_the_new_ones(words, tmp_path, capsys):
+    assert main(["train", "--recipe", "cpu-smoke", "--out", str(tmp_path / "run"), *words]) == 1
+    assert capsys.readouterr().err == "error: --train.rows is now called --train.device-batch-size\n"

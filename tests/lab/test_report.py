@@ -6,18 +6,20 @@ import math
 import re
 import statistics as standard
 from html.parser import HTMLParser
+from pathlib import Path
 
 import plotly.graph_objects
 import pytest
-from studies import EFFECTS, SITES, WIDTH, full_study, results, run_entry
+from studies import EFFECTS, SITES, WIDTH, computed, full_study, loaded, results, run_entry, viewed
 
 import temper
 from temper_lab.cli import main
-from temper_lab.report import Study, Tab, draw, figures, interactive, page, styles, write_report
-from temper_lab.report.compute import compute
-from temper_lab.report.counts import paper
-from temper_lab.report.formats import latex
-from temper_lab.report.series import average, frontier, gap_reference, smooth, thin
+from temper_lab.report import charts, palette, plots_bench, plots_mpl, plots_plotly, sweeps
+from temper_lab.report.page import Tab, page
+from temper_lab.report.stats import average, frontier, gap_reference, smooth, thin
+from temper_lab.report.table import latex
+from temper_lab.report.tables import paper
+from temper_lab.report.write import write_report
 
 # Between them they have everything that a chart can have: bands, bars, rules, rows, logarithms.
 DRAWN = ("curves", "pareto-bpb", "parameters", "forest-residual")
@@ -26,12 +28,12 @@ SCRIPT = "</script><script>alert(1)</script>"
 
 def drawing(*names):
     """Draws these charts only: drawing is most of the work of a report."""
-    return lambda chart, folder, real=draw.draw: real(chart, folder) if chart.name in names else []
+    return lambda chart, folder, real=plots_mpl.draw: real(chart, folder) if chart.name in names else []
 
 
 @pytest.fixture
 def few_figures(monkeypatch):
-    monkeypatch.setattr(draw, "draw", drawing("curves"))
+    monkeypatch.setattr(plots_mpl, "draw", drawing("curves"))
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +47,15 @@ def written(raw, tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     (folder / "results.json").write_text(json.dumps(raw))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draw, "draw", drawing(*DRAWN))
-        return folder, write_report(json.loads((folder / "results.json").read_text()), folder)
+        patch.setattr(plots_mpl, "draw", drawing(*DRAWN))
+        return folder, write_report(loaded(json.loads((folder / "results.json").read_text())), folder)
 
 
 @pytest.fixture
 def only_words(monkeypatch):
     """No figures and no plotly: only what a page says matters."""
-    monkeypatch.setattr(draw, "draw", lambda chart, folder: [])
-    monkeypatch.setattr(interactive, "script", lambda: "")
+    monkeypatch.setattr(plots_mpl, "draw", lambda chart, folder: [])
+    monkeypatch.setattr(plots_plotly, "script", lambda: "")
 
 
 class Page(HTMLParser):
@@ -96,7 +98,7 @@ class Page(HTMLParser):
 
 def numbers_of(raw, label, streams, name):
     """The final numbers of a method, straight from the file; residual has those of the seeds that others have at N."""
-    runs = [run for run in raw["runs"] if run["label"] == label and run["status"] == "finished"]
+    runs = [run for run in raw["runs"] if run["method"] == label and run["status"] == "finished"]
     if label == "residual":
         seeds = {run["seed"] for run in raw["runs"] if run["streams"] == streams}
         return [run["final"][name] for run in runs if run["seed"] in seeds]
@@ -110,7 +112,7 @@ def shown(values, digits=4):
 
 def test_every_number_of_the_main_table_is_in_the_data(raw, written):
     header, *rows = Page(written[1].page.read_text()).tables["main"]
-    assert len(rows) == sum(2 if method in EFFECTS else 1 for method in {run["label"] for run in raw["runs"]}) + 1
+    assert len(rows) == sum(2 if method in EFFECTS else 1 for method in {run["method"] for run in raw["runs"]}) + 1
     seen = 0
     for cells in (dict(zip(header, row, strict=True)) for row in rows):
         label, streams = cells["method"], int(cells["N"])
@@ -118,7 +120,7 @@ def test_every_number_of_the_main_table_is_in_the_data(raw, written):
         assert cells["train loss"] == (shown(losses) if losses else "–")  # noqa: RUF001
         bpbs = numbers_of(raw, label, streams, "bpb")
         assert cells["bpb"] == (shown(bpbs) if bpbs else "–")  # noqa: RUF001
-        run = next(r for r in raw["runs"] if r["label"] == label and (r["streams"] == streams or label == "residual"))
+        run = next(r for r in raw["runs"] if r["method"] == label and (r["streams"] == streams or label == "residual"))
         assert cells["seeds"] == (str(len(bpbs)) if bpbs else run["status"])
         assert int(cells["added parameters"].replace(",", "")) == run["parameters"]["added"]
         config = temper.preset(run["preset"], num_streams=streams, dim=768, **run["options"])
@@ -207,18 +209,18 @@ def test_plotly_accepts_every_chart(written):
     for chart in written[1].content.charts.values():
         for panel in chart.panels:
             # It raises for a property or a value that plotly does not have.
-            plotly.graph_objects.Figure(interactive.figure(panel))
+            plotly.graph_objects.Figure(plots_plotly.figure(panel))
 
 
 def test_charts_show_the_data(raw, written):
     charts = written[1].content.charts
     curve = next(mark for mark in charts["curves"].panels[0].marks if mark.name == "mhc")
-    runs = [run for run in raw["runs"] if run["label"] == "mhc" and run["streams"] == 4]
+    runs = [run for run in raw["runs"] if run["method"] == "mhc" and run["streams"] == 4]
     columns = list(zip(*(run["val"]["bpb"] for run in runs), strict=True))
     assert curve.y == pytest.approx([standard.fmean(column) for column in columns])
     assert curve.high == pytest.approx([standard.fmean(column) + standard.stdev(column) for column in columns])
     gap = next(mark for mark in charts["gaps"].panels[0].marks if mark.name == "mhc")
-    others = [run for run in raw["runs"] if run["label"] == "temper-tucker" and run["streams"] == 4]
+    others = [run for run in raw["runs"] if run["method"] == "temper-tucker" and run["streams"] == 4]
     last = [run["final"]["bpb"] - other["final"]["bpb"] for run, other in zip(runs, others, strict=True)]
     # The end of a smoothed curve is not smoothed: it is the difference of the table.
     assert gap.y[-1] == pytest.approx(standard.fmean(last))
@@ -230,11 +232,11 @@ def test_charts_show_the_data(raw, written):
     )
     marked = {mark.name for mark in charts["parameters"].panels[0].marks if mark.points}
     assert marked == {
-        label for label in (run["label"] for run in raw["runs"]) if label not in ("residual", "hc", "mhc-lite")
+        label for label in (run["method"] for run in raw["runs"]) if label not in ("residual", "hc", "mhc-lite")
     }
     sweep = charts["sweep-temper-cp-rank-n4"].panels
     assert sweep[0].marks[0].x == (2, 4, 8, 16)
-    assert charts["cost"].panels[0].marks[2].name == "temper-cp-rank8"
+    assert charts["cost"].panels[0].marks[2].name == "temper-cp:rank=8"
 
 
 def varied_study():
@@ -254,8 +256,8 @@ def varied_study():
 
 def test_a_varied_study_compares_equal_settings_only(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draw, "draw", drawing("sweep-model.depth-n4"))
-        done = write_report(json.loads(json.dumps(varied_study())), tmp_path)
+        patch.setattr(plots_mpl, "draw", drawing("sweep-model.depth-n4"))
+        done = write_report(loaded(varied_study()), tmp_path)
     content, page = done.content, Page(done.page.read_text())
     assert {path.name for path in done.figures} == {"sweep-model.depth-n4.png", "sweep-model.depth-n4.svg"}
     assert page.open == []
@@ -302,7 +304,7 @@ def test_a_varied_study_compares_equal_settings_only(tmp_path):
 
 
 def test_figures_of_varied_fields():
-    charts = compute(varied_study()).charts
+    charts = computed(varied_study()).charts
     assert [name for name in charts if name.startswith("sweep-")] == [
         *("sweep-model.depth-n4", "sweep-model.depth-n4-gap"),
         *("sweep-optim.routing_lr-n4", "sweep-optim.routing_lr-n4-gap"),
@@ -334,7 +336,7 @@ def test_figures_of_varied_fields():
     assert [mark.x for mark in panel.marks if mark.is_ring] == [(0.02,)]
     for chart in charts.values():
         for one in chart.panels:
-            plotly.graph_objects.Figure(interactive.figure(one))
+            plotly.graph_objects.Figure(plots_plotly.figure(one))
 
 
 def test_values_that_are_no_numbers_stand_one_after_the_other():
@@ -342,7 +344,7 @@ def test_values_that_are_no_numbers_stand_one_after_the_other():
         run_entry("mhc", 4, 0, bpb=bpb, vary={"train.precision": precision})
         for bpb, precision in ((2.0, "float64"), (1.9, "bfloat16"))
     ]
-    content = compute(results(runs))
+    content = computed(results(runs))
     (panel,) = content.charts["sweep-train.precision-n4"].panels
     assert panel.x.ticks == ((0, "float64"), (1, "bfloat16"))
     # There is no residual to compare with, and nothing has the recipe's own setting.
@@ -355,16 +357,16 @@ def test_results_of_before_there_were_axes(raw):
     del old["vary"]
     for run in old["runs"]:
         del run["vary"]
-    assert compute(old).to_dict() == compute(raw).to_dict()
+    assert computed(old).to_dict() == computed(raw).to_dict()
     for vary in ([1], {"model.depth": {"a": 1}}):
         old["runs"][0]["vary"] = vary
         with pytest.raises(ValueError, match="vary is"):
-            Study.of(old)
+            viewed(old)
 
 
 def test_mixing_over_training():
     runs = [run_entry(method, 4, seed) for method in ("residual", "mhc", "mhc-identity") for seed in (0, 1)]
-    (chart,) = figures.mixing(Study.of(results(runs)))
+    (chart,) = charts.mixing(viewed(results(runs)))
     assert chart.name == "mixing-n4"
     mass, gain, likeness = chart.panels
     # Residual has no streams to mix, and what is not mixed has no logarithm.
@@ -379,7 +381,7 @@ def test_mixing_over_training():
     assert gain.y.limits == pytest.approx((0.975, 1.025), abs=1e-5)
     for run in runs:
         run.pop("routing", None)
-    assert figures.mixing(Study.of(results(runs))) == []
+    assert charts.mixing(viewed(results(runs))) == []
 
 
 def test_statements_are_computed(written):
@@ -394,15 +396,15 @@ def test_statements_are_computed(written):
 
 
 def test_one_look_per_method():
-    looks = styles.styles(
+    looks = palette.styles(
         {name: name for name in temper.PRESETS} | {f"mhc-x{i}": "mhc" for i in range(4)} | {"new": "new"}
     )
-    assert set(temper.PRESETS) <= set(styles.STYLES)
+    assert set(temper.PRESETS) <= set(palette.STYLES)
     assert len({look.color for look in looks.values()}) == len(looks)
     assert len(set(looks.values())) == len(looks)
     for look in looks.values():
-        assert look.dash in styles.DASHES
-        assert look.marker in styles.MARKERS
+        assert look.dash in palette.DASHES
+        assert look.marker in palette.MARKERS
         # Both on a white and on a dark card a line has to be seen.
         parts = [int(look.color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         light = sum(
@@ -437,18 +439,18 @@ def test_series():
     ],
 )
 def test_gaps_are_taken_to_tucker_or_the_next_best(methods, expected):
-    study = Study.of(results([run_entry(method, bpb=2.0 - place / 10) for place, method in enumerate(methods)]))
+    study = viewed(results([run_entry(method, bpb=2.0 - place / 10) for place, method in enumerate(methods)]))
     assert gap_reference(study, 4)[0] == expected
 
 
 @pytest.mark.usefixtures("few_figures")
 def test_hostile_names_stay_text(tmp_path):
-    entry = run_entry("mhc", reason=SCRIPT, status="failed") | {"label": f"m{SCRIPT}<b>$x$_%"}
-    other = run_entry("hc") | {"label": f"_h{SCRIPT}%{{x}}", "key": SCRIPT}
-    plain = run_entry("residual") | {"label": f"../../up{SCRIPT}"}
+    entry = run_entry("mhc", reason=SCRIPT, status="failed") | {"method": f"m{SCRIPT}<b>$x$_%"}
+    other = run_entry("hc") | {"method": f"_h{SCRIPT}%{{x}}", "key": SCRIPT}
+    plain = run_entry("residual") | {"method": f"../../up{SCRIPT}"}
     raw = results([entry, other, plain], study=f"s{SCRIPT}", commit=SCRIPT, command=SCRIPT)
     raw["recipe"]["data"]["corpus"] = SCRIPT
-    done = write_report(raw, tmp_path)
+    done = write_report(loaded(raw), tmp_path)
     html = done.page.read_text()
     assert "<script>alert(1)" not in html
     found = Page(html)
@@ -484,7 +486,7 @@ def variants():
 @pytest.mark.parametrize(("raw", "sentence"), [case[1:] for case in variants()], ids=[case[0] for case in variants()])
 @pytest.mark.usefixtures("only_words")
 def test_whatever_a_study_has_there_is_a_page(raw, sentence, tmp_path):
-    done = write_report(json.loads(json.dumps(raw)), tmp_path)
+    done = write_report(loaded(raw), tmp_path)
     html = done.page.read_text()
     assert Page(html).open == []
     assert sentence in html
@@ -516,7 +518,7 @@ def test_json(tmp_path, capsys):
     (tmp_path / "results.json").write_text(json.dumps(entries()))
     assert main(["report", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == compute(entries()).to_dict()
+    assert printed == computed(entries()).to_dict()
     assert printed["tables"]["main"][1]["bpb"] == 1.9
 
 
@@ -549,13 +551,13 @@ def test_more_bad_input(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "results.json")]) == 1
     assert "is a file; expected a folder" in capsys.readouterr().err
     with pytest.raises(ValueError, match="several runs with the key"):
-        Study.of(results([run_entry(), run_entry()]))
+        viewed(results([run_entry(), run_entry()]))
 
 
 @pytest.mark.usefixtures("only_words")
 def test_extra_tabs_and_what_a_page_refuses(tmp_path):
     extra = Tab("explorer", "A & B", "<p>here</p>", css=".e{color:red}", js='const end = "</script>";')
-    html = write_report(entries(), tmp_path, [extra]).page.read_text()
+    html = write_report(loaded(entries()), tmp_path, [extra]).page.read_text()
     found = Page(html)
     assert found.open == []
     assert [values["data-tab"] for _, values in found.tags if values.get("role") == "tab"][-2:] == ["explorer", "about"]
@@ -563,3 +565,43 @@ def test_extra_tabs_and_what_a_page_refuses(tmp_path):
     for tabs in ([], [Tab("A b", "", "")], [Tab("a", "", ""), Tab("a", "", "")]):
         with pytest.raises(ValueError, match="tab"):
             page("title", tabs)
+
+
+def test_all_colours_come_from_the_palette():
+    root = Path(__file__).parents[2]
+    folders = ("src/temper_lab", "examples", "benchmarks")
+    sources = {path: path.read_text(encoding="utf-8") for folder in folders for path in (root / folder).rglob("*.py")}
+    assert len(sources) > 50
+    written = {path.name for path, text in sources.items() if re.search(r"[\"']#[0-9a-fA-F]{6}\b", text)}
+    assert written == {"palette.py"}
+    drawing = [path for path, text in sources.items() if re.search(r"\b(color|marker)=", text)]
+    drawing = [path for path in drawing if path.name != "palette.py"]
+    assert len(drawing) > 3
+    assert all("temper_lab.report.palette import" in sources[path] for path in drawing), drawing
+    # In the page, methods have their colours from the charts: its scripts and styles name none of its own.
+    for path in (root / "src/temper_lab").rglob("assets/*.js"):
+        assert not re.search(r"#[0-9a-fA-F]{6}\b", path.read_text(encoding="utf-8")), path
+
+
+def test_a_method_looks_the_same_in_every_figure(tmp_path, monkeypatch):
+    looks = palette.styles_of([*temper.PRESETS, "temper-cp:rank=8", "pypi-hc", "my-own"])
+    assert len({(look.color, look.dash, look.marker) for look in looks.values()}) == len(looks)
+    assert all(looks[name] == palette.STYLES[name] for name in temper.PRESETS)
+    seen = []
+    monkeypatch.setattr("temper_lab.report.plots_bench.save", lambda figure, path: seen.append(figure))
+    monkeypatch.setattr(plots_mpl, "save", lambda figure, path: seen.append(figure))
+    spread = {"median": 1.1, "low": 1.0, "high": 1.2}
+    row = {"streams": 4, "backend": "cpu", "ratio": 1.1, "ratio_spread": spread, "site_ms": spread}
+    rows = [{**row, "method": name} for name in ("mhc", "temper-cp")]
+    setting = {"width": 8, "tokens": 8, "threads": 1}
+    plots_bench.draw({"pair": rows, "peers": [], "growth": rows, "setting": setting}, tmp_path / "bench.png")
+    counts = {"mhc": {2: 10, 4: 20}, "temper-cp": {2: 5, 4: 7}}
+    plots_mpl.draw_to(sweeps.parameters_per_site(counts, 8), tmp_path / "parameters.png")
+    bench, parameters = seen
+    for axes in (bench.axes[-1], parameters.axes[0]):
+        drawn = {line.get_color(): line.get_marker() for line in axes.get_lines()}
+        assert drawn == {looks[name].color: palette.MARKERS[looks[name].marker] for name in counts}
+    study = viewed(full_study())
+    (panel, *_) = charts.curves(study).panels
+    assert all(mark.style == palette.styles(study.preset_of)[mark.method] for mark in panel.marks)
+    assert {mark.style for mark in panel.marks if mark.method == "mhc"} == {looks["mhc"]}

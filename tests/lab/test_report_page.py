@@ -1,9 +1,9 @@
 """The page of a report in a real browser: from a file, without network, by click, key, address, mouse and phone."""
 
 import pytest
-from studies import full_study
+from studies import full_study, loaded
 
-from temper_lab.report import write_report
+from temper_lab.report.write import write_report
 
 IS_DRAWN = "[...document.querySelectorAll('.plot')].every(plot => plot.offsetParent === null || plot.dataset.drawn)"
 SHOWN = "[...document.querySelectorAll('[role=tabpanel]')].filter(panel => !panel.hidden).map(panel => panel.id).join()"
@@ -14,8 +14,8 @@ TABS = ("overview", "claims", "curves", "sweeps", "parameters", "cost", "signifi
 def report(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # Figures for papers are another test's matter.
-        patch.setattr("temper_lab.report.draw.draw", lambda chart, folder: [])
-        return write_report(full_study(noise=0.0003), tmp_path_factory.mktemp("page"))
+        patch.setattr("temper_lab.report.plots_mpl.draw", lambda chart, folder: [])
+        return write_report(loaded(full_study(noise=0.0003)), tmp_path_factory.mktemp("page"))
 
 
 @pytest.fixture(scope="module")

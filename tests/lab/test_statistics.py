@@ -8,11 +8,21 @@ import statistics as standard
 import pytest
 import scipy.integrate
 import scipy.stats
-from studies import results, run_entry
+from studies import results, run_entry, viewed
 
-from temper_lab.report.comparisons import NO_PAIR, ONE_SEED, baselines, compare, explanation
-from temper_lab.report.results import Study
-from temper_lab.report.statistics import Paired, holm, mean, sd, t_quantile, t_tail
+from temper_lab.report.stats import (
+    NO_PAIR,
+    ONE_SEED,
+    Paired,
+    baselines,
+    compare,
+    explanation,
+    holm,
+    mean,
+    sd,
+    t_quantile,
+    t_tail,
+)
 
 # Any printed table of Student's t, two-sided 95%.
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 30: 2.042}
@@ -88,7 +98,7 @@ def study(**bpbs):
     runs = []
     for name, values in bpbs.items():
         runs += [run_entry(name.replace("_", "-"), 4, seed, bpb=value) for seed, value in enumerate(values)]
-    return Study.of(results(runs))
+    return viewed(results(runs))
 
 
 def test_verdicts_follow_the_corrected_p():
@@ -123,14 +133,14 @@ def test_comparisons_are_corrected_for_each_number_of_streams_alone():
     runs = [run_entry("residual", 1, seed, bpb=2.0 + seed / 10) for seed in range(3)]
     for n in (4, 8):
         runs += [run_entry("mhc", n, seed, bpb=1.99 + seed / 10 + seed / 1000) for seed in range(3)]
-    found = compare(Study.of(results(runs)), "residual")
+    found = compare(viewed(results(runs)), "residual")
     assert [one.streams for one in found] == [4, 8]
     assert all(one.p_holm == one.paired.p for one in found)
 
 
 def test_one_seed_and_no_common_seed():
     runs = [run_entry("residual", 1, 0, bpb=2.0), run_entry("mhc", 4, 0, bpb=1.9), run_entry("hc", 4, 1, bpb=1.9)]
-    found = {one.label: one for one in compare(Study.of(results(runs)), "residual")}
+    found = {one.label: one for one in compare(viewed(results(runs)), "residual")}
     assert found["mhc"].verdict == ONE_SEED
     assert found["mhc"].paired.mean == pytest.approx(-0.1)
     assert found["hc"].verdict == NO_PAIR
@@ -140,7 +150,7 @@ def test_one_seed_and_no_common_seed():
 def test_baselines_are_those_that_finished():
     assert baselines(study(residual=[2.0], mhc=[2.0])) == ["residual", "mhc"]
     assert baselines(study(mhc=[2.0], hc=[2.0])) == ["mhc"]
-    assert baselines(Study.of(results([run_entry("residual", status="failed"), run_entry("hc")]))) == []
+    assert baselines(viewed(results([run_entry("residual", status="failed"), run_entry("hc")]))) == []
 
 
 def test_the_explanation_says_how_wide_few_seeds_are():

@@ -10,17 +10,16 @@ import temper
 from temper_lab import recipe
 from temper_lab.cli import main
 from temper_lab.cli.compare import _lasting
-from temper_lab.compare import vary
-from temper_lab.compare.cost import groups_of
-from temper_lab.compare.counts import counts_of, flops_of
-from temper_lab.compare.method import Method, parse_all
-from temper_lab.compare.progress import Tail
-from temper_lab.compare.runner import Runner
-from temper_lab.compare.session import Session, num_cores
-from temper_lab.compare.study import Block, Study, override, read_grid
-from temper_lab.compare.vary import MACHINE
+from temper_lab.method import Method, parse_all
 from temper_lab.model import GPT
-from temper_lab.optim.groups import assign
+from temper_lab.optim.optimizers import assign
+from temper_lab.study import vary
+from temper_lab.study.cost import counts_of, flops_of, groups_of
+from temper_lab.study.environment import ExecutionOptions, num_cores
+from temper_lab.study.grid import GridBlock, override, read_grid
+from temper_lab.study.runner import Runner, Tail
+from temper_lab.study.spec import Study
+from temper_lab.study.vary import MACHINE
 
 TABLE1 = ("residual", "mhc", "mhc-lite", "kromhc", "temper-cp", "temper-tucker")
 # Runs, those of them that are skipped, and the methods in the order of the table.
@@ -56,7 +55,7 @@ def test_every_study_expands_to_runs_that_count_what_the_library_counts(name):
         model = study.settings_of(cell).model
         config = temper.preset(cell.method.preset, num_streams=cell.streams, dim=model.dim, **cell.method.options)
         counts = counts_of(study, cell, model.vocab_size)
-        assert counts["added"] == 2 * model.depth * temper.count_parameters(config)
+        assert counts.added == 2 * model.depth * temper.count_parameters(config)
 
 
 def test_counts_are_those_of_the_models_that_are_trained(tmp_path):
@@ -68,9 +67,9 @@ def test_counts_are_those_of_the_models_that_are_trained(tmp_path):
         with torch.device("meta"):
             built = GPT(model)
         counts = counts_of(study, cell, model.vocab_size)
-        assert counts["total"] == built.num_parameters()["total"]
+        assert counts.total == built.num_parameters()["total"]
         stored = sum(tensor.numel() for name, tensor in built.state_dict().items() if "_site." in name)
-        assert counts["added"] + counts["frozen"] == stored
+        assert counts.added + counts.frozen == stored
         assert flops_of(study, cell, model.vocab_size) == built.flops_per_token()
 
 
@@ -78,7 +77,7 @@ def test_table_1_to_the_parameter():
     counts = {}
     for name in ("table1-paper-n4", "table1-paper-n8"):
         study = study_of(name)
-        counts[name] = [counts_of(study, cell, 32768)["added"] for cell in study.cells]
+        counts[name] = [counts_of(study, cell, 32768).added for cell in study.cells]
     assert counts["table1-paper-n4"] == [0, 1_843_848, 2_433_864, 958_824, 186_312, 743_880]
     assert counts["table1-paper-n8"] == [0, 11_945_928, 5_948_900_808, 3_392_088, 376_008, 1_933_896]
     assert study_of("table1-paper-n8").recipe.train.steps == 7000
@@ -122,6 +121,18 @@ def test_methods_as_people_write_them():
     assert all(Method.parse(str(method)) == method for method in parsed)
     assert parse_all(["mhc,hc", "mhc", " kromhc , "]) == parse_all(["mhc", "hc", "kromhc"])
     assert Method.parse("temper-tucker:freeze_core=true").options == {"freeze_core": True}
+    # One head with a part and options of its own.
+    head = Method.parse("mhc:res=cp+rank=8+init_std=.02")
+    assert head.options == {"res": {"name": "cp", "rank": 8, "init_std": 0.02}}
+    config = head.config(4, 64)
+    assert (config.pre.name, config.res.options["rank"]) == ("dense", 8)
+    # From a complete configuration; what says the default is left out.
+    complete = {key: config.to_dict()[key] for key in ("mixer", "pre", "res")}
+    assert str(Method.of("mhc", complete)) == f"mhc:mixer=sinkhorn:pre=dense:{head.items[0][0]}={head.items[0][1]}"
+    assert Method.of("mhc", {"res": None, "rank": (2, 12)}).options == {"rank": [2, 12], "res": None}
+    for wrong in ("mhc:rank=", "mhc:rank=[2]", "mhc:res=cp+8", 'mhc:gain="none"'):
+        with pytest.raises(ValueError, match="is not a value; expected 8"):
+            Method.parse(wrong)
 
 
 def test_a_study_grows_and_keeps_what_it_has():
@@ -163,7 +174,7 @@ def test_a_bad_section_says_what_is_bad(section, words):
 
 def test_what_a_recipe_leaves_open():
     (block,) = read_grid({}, recipe.load("cpu-smoke"), "cpu-smoke")
-    assert block == Block(parse_all(["residual,mhc,kromhc,temper-cp,temper-tucker"]), (4,), (0,))
+    assert block == GridBlock(parse_all(["residual,mhc,kromhc,temper-cp,temper-tucker"]), (4,), (0,))
 
 
 def test_a_base_is_overridden_and_its_study_left_behind(tmp_path):
@@ -217,7 +228,7 @@ def test_a_value_that_the_recipe_has_is_no_other_run():
     assert groups_of(replace(study, grid=override(study.grid, [], [], [], ["model.depth=2,4"]))) == []
     with torch.device("meta"):
         built = GPT(study.recipe_of(last, Path("x")).model)
-    assert counts_of(study, last, settings.model.vocab_size)["total"] == built.num_parameters()["total"]
+    assert counts_of(study, last, settings.model.vocab_size).total == built.num_parameters()["total"]
     assert flops_of(study, last, settings.model.vocab_size) == built.flops_per_token()
 
 
@@ -276,7 +287,7 @@ def test_names_of_runs_stay_apart():
     assert len(names) == 4
     assert max(map(len, names)) < 60
     both = Method.parse("mhc"), Method.parse("mhc")
-    grid = (Block(both, (4,), (0,), (("optim.clip", (1.0, 2.0)),)),)
+    grid = (GridBlock(both, (4,), (0,), (("optim.clip", (1.0, 2.0)),)),)
     assert keys(Study("x", recipe.load("demo"), grid).cells) == ["mhc-n4-s0", "mhc-n4-s0-clip2"]
 
 
@@ -365,12 +376,12 @@ def test_a_forecast_counts_every_run_at_its_own_size(capsys):
 def test_jobs_and_threads():
     settings = recipe.load("demo")
     cores = num_cores()
-    assert Session(threads=1).settled(settings, 100) == (cores, 1)
-    assert Session(threads=1).settled(settings, 1) == (1, 1)
-    assert Session(threads=2 * cores).settled(settings, 9) == (1, 2 * cores)
-    assert Session(jobs=1).settled(settings, 9) == (1, cores)
-    assert Session(jobs=3 * cores).settled(settings, 9) == (3 * cores, 1)
-    assert Session(launch=("torchrun",)).settled(settings, 9) == (1, 0)
+    assert ExecutionOptions(threads=1).settled(settings, 100) == (cores, 1)
+    assert ExecutionOptions(threads=1).settled(settings, 1) == (1, 1)
+    assert ExecutionOptions(threads=2 * cores).settled(settings, 9) == (1, 2 * cores)
+    assert ExecutionOptions(jobs=1).settled(settings, 9) == (1, cores)
+    assert ExecutionOptions(jobs=3 * cores).settled(settings, 9) == (3 * cores, 1)
+    assert ExecutionOptions(launch=("torchrun",)).settled(settings, 9) == (1, 0)
 
 
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(capsys, tmp_path, monkeypatch):
@@ -392,7 +403,7 @@ def test_options_of_a_session_are_no_part_of_the_command():
 
 def test_a_tail_follows_a_file_that_is_replaced(tmp_path):
     path = tmp_path / "lines.jsonl"
-    tail = Tail(path)
+    tail = Tail(path, ("step",))
     assert tail.read() == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [line["step"] for line in tail.read()] == [1, 2]

@@ -8,16 +8,16 @@ import torch
 
 import temper
 from temper import theory
-from temper_lab import checkpoint, recipe
+from temper_lab import recipe
 from temper_lab.cli import main
 from temper_lab.data import open_corpus
-from temper_lab.figures.theory import draw
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.model.functional import rms_norm
-from temper_lab.run import RunFolder
-from temper_lab.theory import neighbour, study, with_neighbours
-from temper_lab.theory.show import summary
+from temper_lab.report.plots_theory import draw
+from temper_lab.theory import neighbour, study, summary, with_neighbours
 from temper_lab.tokenizer import Tokenizer
+from temper_lab.train import model_dir
+from temper_lab.train.run_dir import RunFolder
 
 TEXT = "the people of this union have seen peace and war with courage"
 
@@ -51,7 +51,7 @@ def network_of(preset, tokenizer, num_streams=2, depth=1, seed=0, **router):
 
 def save(path, model, tokenizer):
     files = {"tokenizer.json": tokenizer.to_json()}
-    checkpoint.save_model(path, model.config.to_dict(), model.state_dict(), files)
+    model_dir.save_model(path, model.config.to_dict(), model.state_dict(), files)
     return str(path)
 
 
@@ -188,7 +188,7 @@ class TestCommand:
         assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "theory.json", "theory.svg"]
 
     def test_against_another_model_and_on_a_text(self, folder, tokenizer, tmp_path, capsys):
-        from temper_lab.load import load
+        from temper_lab.train.model_dir import load
 
         # The same backbone, and other routing.
         model = load(folder)[0]
@@ -238,7 +238,7 @@ class TestCommand:
         [
             (["--rank", "two"], "expected a number like 8, numbers like 2x12"),
             (["--rank", "3x99", "--text", TEXT], "rank 3 of the stream mode (size 2) is out of range"),
-            (["--text", TEXT, "--corpus", "sotu"], "give one of them"),
+            (["--text", TEXT, "--corpus", "sotu"], "leave one out"),
             (["--against", "x", "--to", "cp"], "give one or the other"),
             (["--against", "/nowhere", "--text", TEXT], "/nowhere"),
             (["--text", ""], "expected at least two"),

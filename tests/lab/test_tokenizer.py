@@ -233,3 +233,4 @@ def test_missing_truncated_and_damaged_files(tokenizer, tmp_path):
     damaged(lambda content: content["model"]["vocab"].update({"東": content["model"]["vocab"].pop("!")}))
     damaged(lambda content: content["added_tokens"][0].update(id=5))
     damaged(lambda content: content["model"].update(merges=[["no", "where"]]))
+    damaged(lambda content: content["model"].update(continuing_subword_prefix="../../x"))

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,13 +18,13 @@ from processes import error_of, start
 from safetensors.torch import load_file
 
 import temper
-from temper_lab import checkpoint, metrics, run
 from temper_lab import io as files
 from temper_lab.cli import main
-from temper_lab.load import load
-from temper_lab.progress import Bar
+from temper_lab.console import Bar
 from temper_lab.recipe import Recipe
-from temper_lab.run import RunFolder
+from temper_lab.train import checkpoint, run_dir
+from temper_lab.train.model_dir import load
+from temper_lab.train.run_dir import RunFolder
 
 MIXING = ("res_off_diagonal", "composite_gain", "stream_similarity")
 
@@ -33,12 +34,12 @@ def command(recipe: Path, out: Path, *options: str) -> list[str]:
 
 
 def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in metrics.read(out / "metrics.jsonl")]
+    return [line["loss"] for line in run_dir.read_log(out / "metrics.jsonl")]
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
     end = time.monotonic() + 120
-    while not (out / "metrics.jsonl").is_file() or len(metrics.read(out / "metrics.jsonl")) < step:
+    while not (out / "metrics.jsonl").is_file() or len(run_dir.read_log(out / "metrics.jsonl")) < step:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -70,7 +71,7 @@ def test_what_a_run_leaves_behind(unbroken, tiny, corpus_folder):
         "timing.jsonl",
         "tokenizer.json",
     }
-    lines = metrics.read(unbroken / "metrics.jsonl")
+    lines = run_dir.read_log(unbroken / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert [line["step"] for line in lines if "val_bpb" in line] == [4, 8, 12]
     assert set(lines[0]) == {"step", "loss", "lr", "grad_norm"}
@@ -94,7 +95,7 @@ def test_the_loss_falls_for_every_preset(preset, tiny, tmp_path):
     assert main(command(tiny, tmp_path / "run", "--model.preset", preset, "--train.save-every", "0")) == 0
     found = losses(tmp_path / "run")
     assert found[-1] < found[0] - 0.5
-    validated = [line for line in metrics.read(tmp_path / "run" / "metrics.jsonl") if "val_bpb" in line]
+    validated = [line for line in run_dir.read_log(tmp_path / "run" / "metrics.jsonl") if "val_bpb" in line]
     if preset == "residual":
         assert not any(name in line for line in validated for name in MIXING)
         return
@@ -108,16 +109,16 @@ def test_the_loss_falls_for_every_preset(preset, tiny, tmp_path):
 
 def test_mixing_is_what_observe_says_and_changes_no_other_number(tiny, tmp_path, unbroken, monkeypatch):
     from temper_lab.data import open_corpus, validation_batches
-    from temper_lab.trainer import Trainer
+    from temper_lab.train.trainer import Trainer
 
     model, tokenizer = load(unbroken)
     recipe = Recipe.from_dict(RunFolder(unbroken).read()["recipe"])
     corpus = open_corpus(recipe.data.corpus, val_fraction=recipe.data.val_fraction)
-    batch, _ = validation_batches(corpus, tokenizer, recipe.train.rows, recipe.model.context, 1)[0]
+    batch, _ = validation_batches(corpus, tokenizer, recipe.train.device_batch_size, recipe.model.context, 1)[0]
     with torch.no_grad(), temper.observe(model) as observation:
         model(batch)
     sites = observation.reports()
-    lines = metrics.read(unbroken / "metrics.jsonl")
+    lines = run_dir.read_log(unbroken / "metrics.jsonl")
     expected = [
         sum(site.off_diagonal for site in sites) / len(sites),
         sites[-1].composite_forward_gain,
@@ -127,7 +128,7 @@ def test_mixing_is_what_observe_says_and_changes_no_other_number(tiny, tmp_path,
     monkeypatch.setattr(Trainer, "_mixing", lambda self: {})
     assert main(command(tiny, tmp_path / "run")) == 0
     plain = [{key: value for key, value in line.items() if key not in MIXING} for line in lines]
-    assert metrics.read(tmp_path / "run" / "metrics.jsonl") == plain
+    assert run_dir.read_log(tmp_path / "run" / "metrics.jsonl") == plain
 
 
 def test_killed_at_a_random_step_and_resumed_it_is_the_unbroken_run(tiny, tmp_path, unbroken, capsys):
@@ -137,7 +138,7 @@ def test_killed_at_a_random_step_and_resumed_it_is_the_unbroken_run(tiny, tmp_pa
     wait_for_step(out, step, process)
     process.kill()
     process.communicate()
-    assert run.summary(out)["status"] == "killed"
+    assert run_dir.summary(out)["status"] == "killed"
     assert main(["train", "--out", str(out), "--resume"]) == 0, f"killed at step {step}"
     assert_same_run(out, unbroken)
     assert RunFolder(out).read()["status"] == "finished"
@@ -145,7 +146,7 @@ def test_killed_at_a_random_step_and_resumed_it_is_the_unbroken_run(tiny, tmp_pa
 
 def test_killed_again_and_again_it_is_still_the_unbroken_run(tiny, tmp_path, unbroken, monkeypatch):
     """The same in one process and for many steps: what follows a checkpoint is thrown away by an error."""
-    from temper_lab.trainer import Trainer
+    from temper_lab.train.trainer import Trainer
 
     class KilledError(BaseException):
         pass
@@ -225,7 +226,7 @@ def test_out_of_disk_keeps_the_previous_checkpoint(tiny, tmp_path, unbroken, mon
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, tensors)
 
-    monkeypatch.setattr("temper_lab.checkpoint.runs.write_tensors", full)
+    monkeypatch.setattr("temper_lab.train.checkpoint.write_tensors", full)
     assert main(command(tiny, out)) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000003"]
@@ -260,22 +261,29 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path, capsys, monkeyp
 
 def test_accumulation_is_one_large_batch(tiny, tmp_path):
     for rows in ("8", "2"):
-        options = ["--train.rows", rows, "--train.precision", "float64", "--train.val-every", "0"]
+        options = ["--train.device-batch-size", rows, "--train.precision", "float64", "--train.val-every", "0"]
         assert main(command(tiny, tmp_path / rows, *options)) == 0
     assert losses(tmp_path / "8") == pytest.approx(losses(tmp_path / "2"), rel=1e-9)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_are_one_process(parallel, tiny, tmp_path):
-    options = ["--data.shares", "2", "--train.precision", "float64", "--train.steps", "6"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert main(command(tiny, one, *options)) == 0
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "temper_lab"]
-    process = start(*torchrun, *command(tiny, two, *options, "--train.parallel", parallel))
+def torchrun(count: int, *words: str) -> str:
+    """What so many processes of the lab write to stderr; they end well, or the test fails."""
+    process = start(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "temper_lab", *words
+    )
     error = error_of(process)
     assert process.returncode == 0, error
+    return error
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_are_one_process(parallel, tiny, tmp_path):
+    options = ["--data.num-shards", "2", "--train.precision", "float64", "--train.steps", "6"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(command(tiny, one, *options)) == 0
+    error = torchrun(2, *command(tiny, two, *options, "--train.parallel", parallel))
     assert error.count("finished 6 steps") == 1
-    for mine, theirs in zip(*(metrics.read(out / "metrics.jsonl") for out in (one, two)), strict=True):
+    for mine, theirs in zip(*(run_dir.read_log(out / "metrics.jsonl") for out in (one, two)), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9)
     mine, theirs = (load_file(out / "model" / "model.safetensors") for out in (one, two))
     for name, tensor in mine.items():
@@ -283,16 +291,44 @@ def test_two_processes_are_one_process(parallel, tiny, tmp_path):
     # Interrupted in two processes and resumed in two.
     (two / "checkpoints" / "step-000006" / "manifest.json").unlink()
     before = (two / "metrics.jsonl").read_bytes()
-    process = start(*torchrun, "train", "--out", str(two), "--resume")
-    error = error_of(process)
-    assert process.returncode == 0, error
-    assert "step-000003" in error
+    assert "step-000003" in torchrun(2, "train", "--out", str(two), "--resume")
     assert (two / "metrics.jsonl").read_bytes() == before
+    names = {path.name for path in (two / "checkpoints" / "step-000003").iterdir()}
+    parts = {"shards.json", "shard-00000.safetensors", "shard-00001.safetensors"}
+    assert names - {"manifest.json", "state.json"} == (parts if parallel == "fsdp" else set(checkpoint.FILES[:2]))
     # The shares do not depend on the number of processes, so one can go on where two were.
     (two / "checkpoints" / "step-000006" / "manifest.json").unlink()
-    if parallel == "ddp":
-        assert main(["train", "--out", str(two), "--resume"]) == 0
-        assert losses(two) == pytest.approx(losses(one), rel=1e-9)
+    assert main(["train", "--out", str(two), "--resume"]) == 0
+    assert losses(two) == pytest.approx(losses(one), rel=1e-9)
+
+
+def test_two_copies_go_on_where_one_process_was(tiny, tmp_path):
+    """HSDP with two copies in one shard each, from the whole checkpoint of one process."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(command(tiny, one, "--data.num-shards", "2", "--train.precision", "float64", "--train.steps", "6")) == 0
+    shutil.copytree(one, two)
+    (two / "checkpoints" / "step-000006" / "manifest.json").unlink()
+    error = torchrun(2, "train", "--out", str(two), "--resume", "--train.parallel", "fsdp", "--train.replicas", "2")
+    assert "step-000003" in error
+    assert losses(two) == pytest.approx(losses(one), rel=1e-9)
+    saved = [checkpoint.latest(out / "checkpoints")[0] for out in (one, two)]
+    for mine, theirs in zip(*((found.model(), found.optimizer()) for found in saved), strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_four_processes_share_two_copies(tiny, tmp_path):
+    options = ["--data.num-shards", "4", "--train.precision", "float64", "--train.steps", "6"]
+    one, four = tmp_path / "one", tmp_path / "four"
+    assert main(command(tiny, one, *options)) == 0
+    torchrun(4, *command(tiny, four, *options, "--train.parallel", "fsdp", "--train.replicas", "2"))
+    assert losses(four) == pytest.approx(losses(one), rel=1e-9)
+    # With other shards, and with none.
+    for count, parallel in ((4, "fsdp"), (2, "fsdp"), (2, "ddp")):
+        (four / "checkpoints" / "step-000006" / "manifest.json").unlink()
+        words = ["--resume", "--train.replicas", "1", "--train.parallel", parallel]
+        assert "step-000003" in torchrun(count, "train", "--out", str(four), *words)
+        assert losses(four) == pytest.approx(losses(one), rel=1e-9)
 
 
 def test_a_folder_that_is_taken(tiny, tmp_path, unbroken, capsys):
@@ -306,7 +342,7 @@ def test_a_folder_that_is_taken(tiny, tmp_path, unbroken, capsys):
     assert main(command(tiny, tmp_path / "notes.txt")) == 1
     assert "is a file" in capsys.readouterr().err
     with RunFolder(unbroken).claimed():
-        assert run.summary(unbroken)["status"] == "finished"
+        assert run_dir.summary(unbroken)["status"] == "finished"
         assert main(command(tiny, unbroken, "--resume")) == 1
     assert "another process is training" in capsys.readouterr().err
 
@@ -331,7 +367,6 @@ def test_what_is_wrong_before_the_start_leaves_no_folder(tiny, tmp_path, capsys)
         ("--data.corpus", str(tmp_path / "none"), "no such file or folder"),
         ("--data.corpus", "data/climbmix", "temper data download"),
         ("--tokenizer.path", str(tmp_path / "none"), "no tokenizer there"),
-        ("--train.parallel", "fsdp", "needs several processes"),
         ("--train.device", "cuda:99", "no GPU"),
     ):
         if option == "--train.device" and torch.cuda.is_available():

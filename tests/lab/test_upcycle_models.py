@@ -13,17 +13,17 @@ from older import with_scalar_gates
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import temper
-from temper_lab import checkpoint
 from temper_lab.cli import main
 from temper_lab.eval.models import open_losses
-from temper_lab.export import export
-from temper_lab.load import load as load_ours
+from temper_lab.interop.export import export
+from temper_lab.interop.hf_folder import load_upcycled as load
+from temper_lab.interop.upcycle import LAYOUTS, grow_gpt, upcycle_gpt, upcycle_hf
+from temper_lab.interop.upcycle import _compare as compare
 from temper_lab.model import GPT, ModelConfig
 from temper_lab.model.functional import EPS
 from temper_lab.tokenizer import Tokenizer
-from temper_lab.upcycle import grow_gpt, load, upcycle_gpt, upcycle_hf
-from temper_lab.upcycle.folder import _compare as compare
-from temper_lab.upcycle.layouts import LAYOUTS
+from temper_lab.train import model_dir
+from temper_lab.train.model_dir import load as load_ours
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import upcycle_llama
@@ -70,7 +70,7 @@ def tokenizer(corpus_folder):
 def plain_folder(tokenizer, tmp_path_factory):
     model = shaken(CONFIG.with_(vocab_size=tokenizer.vocab_size))
     files = {"tokenizer.json": tokenizer.to_json()}
-    return checkpoint.save_model(
+    return model_dir.save_model(
         tmp_path_factory.mktemp("plain") / "m", model.config.to_dict(), model.state_dict(), files
     )
 
@@ -221,7 +221,8 @@ def test_training_goes_on_where_the_model_was(plain_folder, corpus_folder, tmp_p
     for name, start in (("plain", plain_folder), ("grown", grown), ("anew", None)):
         out = tmp_path / name
         words = ["--recipe", "cpu-smoke", "--out", out, "--data.corpus", corpus_folder, "--train.threads", 1]
-        words += ["--train.steps", 2, "--train.batch-tokens", 96, "--train.rows", 2, "--train.sample-tokens", 0]
+        words += ["--train.steps", 2, "--train.batch-tokens", 96, "--train.device-batch-size", 2]
+        words += ["--train.sample-tokens", 0]
         small = ["--model.depth", 2, "--model.head-dim", 32, "--model.context", 48, "--tokenizer.path", plain_folder]
         assert main(["train", *map(str, words + (small if start is None else ["--train.start", start]))]) == 0
         first[name] = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"]
@@ -309,7 +310,9 @@ def test_a_damaged_folder_says_what_is_wrong(llama_folder, tmp_path):
         ("--model {theirs} --streams 4 --preset temper-tuker", "temper-tucker"),
         ("--model {ours} --streams 8 --preset mhc-lite", "birkhoff mixes all N! permutations"),
         ("--model {theirs} --streams 8 --preset mhc-lite", "birkhoff mixes all N! permutations"),
-        ("--model {routed} --streams 8 --preset mhc", "expected --preset temper-cp without --router and --streams 8"),
+        ("--model {routed} --streams 8 --preset mhc", "expected --preset temper-cp and --streams 8"),
+        ("--model {routed} --streams 8 --preset temper-cp:rank=1", "expected --preset temper-cp and --streams 8"),
+        ("--model {ours} --streams 4 --preset temper-cp:rank=999999", "out of range"),
         ("--model {routed} --streams 6 --preset temper-cp", "4 streams become 8, 12 or another multiple"),
         ("--model {ours} --streams 4 --out {ours}", "exists and is not empty"),
         ("--model {nothing} --streams 4", "there is no model folder"),
@@ -327,7 +330,7 @@ def test_bad_input_leaves_nothing_behind(words, message, plain_folder, llama_fol
         plain, tokenizer = load_ours(plain_folder)
         model = upcycle_gpt(plain, preset="temper-cp", num_streams=4)
         files = {"tokenizer.json": tokenizer.to_json()}
-        places["routed"] = checkpoint.save_model(tmp_path / "routed", model.config.to_dict(), model.state_dict(), files)
+        places["routed"] = model_dir.save_model(tmp_path / "routed", model.config.to_dict(), model.state_dict(), files)
     if "{odd}" in words:
         monkeypatch.delitem(LAYOUTS, "llama")
     before = sorted(tmp_path.iterdir())

@@ -19,6 +19,7 @@ from temper.convert.sensitivity import Sensitivities
 from temper.convert.targets import Target, dense_of, size_of, targets_of
 from temper.generators import Generator
 from temper.generators.base import Rank, count, mode_product
+from temper.registry import check_int
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -102,8 +103,8 @@ def compress(
     before = sum(count_parameters(site.config, include_frozen=True) for site in routed_sites(model).values())
     ranks = _ranks(form, targets, rank, error, params)
     # `error` limits the unweighted error of all logits, so the fit is unweighted too.
-    minds = error is None and form.with_modes_mapped is not Generator.with_modes_mapped
-    found = [_fit(form, target, chosen, plain, minds) for target, chosen in zip(targets, ranks, strict=True)]
+    weighted = error is None and form.with_modes_mapped is not Generator.with_modes_mapped
+    found = [_fit(form, target, chosen, plain, weighted) for target, chosen in zip(targets, ranks, strict=True)]
     heads, lost, whole = [], 0.0, 0.0
     for target, generator in zip(targets, found, strict=True):
         report, squares = _report(target, generator)
@@ -170,8 +171,7 @@ def _resolved(form: type[Generator], targets: Sequence[Target], rank: Rank) -> l
 
 def _generator_budget(form: type[Generator], targets: Sequence[Target], params: int) -> int:
     """The parameters left for the generators after gains, biases and gates."""
-    if isinstance(params, bool) or not isinstance(params, int):
-        raise ValueError(f"params is {params!r}; expected a whole number")
+    check_int("params", params)
     sites = dict.fromkeys(target.site for target in targets)
     own = sum(count_parameters(site.config, include_frozen=True) for site in sites)
     own -= sum(size_of(target.head.generator) for target in targets)
@@ -187,10 +187,10 @@ def _generator_budget(form: type[Generator], targets: Sequence[Target], params: 
     return params - own
 
 
-def _fit(form: type[Generator], target: Target, rank: Rank, plain: bool, minds: bool) -> Generator:
+def _fit(form: type[Generator], target: Target, rank: Rank, plain: bool, weighted: bool) -> Generator:
     """The new generator, in the dtype of the old one."""
     old = target.head.generator
-    weight, metrics = dense_of(old), target.metrics() if minds else None
+    weight, metrics = dense_of(old), target.metrics() if weighted else None
     if plain:
         new = form.from_dense(weight, rank)
     elif metrics is None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from temper.config import HEADS, RouterConfig
+from temper.config import HEADS, RouterConfig, preset
 from temper.connection import HyperConnection
-from temper.presets import preset
 from temper.registry import Registered
 
 # Our weights in plain form: dense (N, D, *out_modes) tensors, biases, gates and the gain, by state-dict name.
@@ -30,7 +29,8 @@ def load_foreign(
     """A hyper-connection equivalent to another implementation's module with these weights.
 
     Args:
-        source: "hyper_conn.mhc", "hyper_conn.mhc_lite", "hyper_conn.kromhc" or "deepseek_v4".
+        source: "hyper_conn.mhc", "hyper_conn.mhc_lite", "hyper_conn.kromhc", "deepseek_v4", "megatron.mhc" or
+            "megatron.mhc_guarded".
         state_dict: of one of their hyper-connection modules; keys below `branch.` are ignored.
         overrides: non-default settings that their state dict does not hold, as
             options of `temper.preset`: `iters=10`, or DeepSeek's `eps=1e-5, pre_eps=1e-5`.
@@ -296,6 +296,66 @@ class DeepseekV4(Foreign, name="deepseek_v4"):
             base.append(bias.flatten())
         gates = [ours[f"{name}.gate"] for name in ("pre", "post", "res")]
         return {"fn": torch.cat(fn), "base": torch.cat(base), "scale": torch.cat(gates)}
+
+
+class Megatron(Foreign, name="megatron.mhc"):
+    """Megatron-Core's HyperConnectionModule of August 2026: rows pre, post, res[m, n]; no gain; guards by clamping."""
+
+    @classmethod
+    def config(cls, num_streams: int, dim: int, overrides: dict[str, Any]) -> RouterConfig:
+        guards = {"gain": "none", "norm_eps": 1e-6, "norm_outside": True, "eps": 1e-6, "clamp": True}
+        return _routed(cls.name, "mhc", num_streams, dim, guards | {"last": "columns"} | overrides)
+
+    @classmethod
+    def shapes(cls, num_streams: int, dim: int) -> dict[str, tuple[int, ...]]:
+        rows = num_streams * (2 + num_streams)
+        gates = {f"alpha_{name}": (1,) for name in ("pre", "post", "res")}
+        return {"mapping_proj.weight": (rows, num_streams * dim), "bias": (rows,), **gates}
+
+    @classmethod
+    def to_ours(cls, theirs: Weights, num_streams: int, dim: int) -> Weights:
+        ours: Weights = {}
+        sizes = [num_streams, num_streams, num_streams**2]
+        parts = zip(theirs["mapping_proj.weight"].split(sizes), theirs["bias"].split(sizes), strict=True)
+        for name, (rows, bias) in zip(("pre", "post", "res"), parts, strict=True):
+            out = (num_streams, num_streams) if name == "res" else (num_streams,)
+            ours[f"{name}.gate"] = theirs[f"alpha_{name}"]
+            ours[f"{name}.bias"] = bias.view(out)
+            ours[f"{name}.generator.weight"] = rows.T.unflatten(0, (num_streams, dim)).unflatten(-1, out)
+        return ours
+
+    @classmethod
+    def to_theirs(cls, ours: Weights, num_streams: int, dim: int) -> Weights:
+        rows, bias = [], []
+        for name in ("pre", "post", "res"):
+            # They have no gain: it goes into the weights that follow it.
+            weight = ours[f"{name}.generator.weight"].flatten(2) * ours["norm.weight"].unsqueeze(-1)
+            rows.append(weight.flatten(0, 1).T)
+            bias.append(ours[f"{name}.bias"].flatten())
+        gates = {f"alpha_{name}": ours[f"{name}.gate"] for name in ("pre", "post", "res")}
+        return {"mapping_proj.weight": torch.cat(rows), "bias": torch.cat(bias), **gates}
+
+
+class MegatronGuarded(Megatron, name="megatron.mhc_guarded"):
+    """Megatron-Core's module since it follows DeepSeek-V4: res[s, t], softmax + 1e-6, and 1e-6 on every read weight."""
+
+    @classmethod
+    def config(cls, num_streams: int, dim: int, overrides: dict[str, Any]) -> RouterConfig:
+        guards = {"gain": "none", "norm_eps": 1e-6, "norm_outside": True, "eps": 1e-6, "pre_eps": 1e-6}
+        return _routed(cls.name, "mhc", num_streams, dim, guards | overrides)
+
+    @classmethod
+    def to_ours(cls, theirs: Weights, num_streams: int, dim: int) -> Weights:
+        return _turned(super().to_ours(theirs, num_streams, dim))
+
+    @classmethod
+    def to_theirs(cls, ours: Weights, num_streams: int, dim: int) -> Weights:
+        return super().to_theirs(_turned(ours), num_streams, dim)
+
+
+def _turned(ours: Weights) -> Weights:
+    """The same weights with the logits of res transposed."""
+    return ours | {key: ours[key].transpose(-2, -1) for key in ("res.bias", "res.generator.weight")}
 
 
 def _routed(source: str, name: str, num_streams: int, dim: int, settings: dict[str, Any]) -> RouterConfig:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.connection import HyperConnection
-from temper.precision import no_autocast, widen
-from temper.routing import Routing
+from temper.streams import Routing, no_autocast, widen
 
 # Tokens whose products are summed in the precision of routing before they are added in float64.
 CHUNK = 1024

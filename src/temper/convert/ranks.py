@@ -15,6 +15,7 @@ from temper.decompose.moment import Moment
 from temper.decompose.path import slopes
 from temper.generators import Generator
 from temper.generators.base import Rank, count
+from temper.registry import check_int
 
 # A relative error below this is rounding.
 ROUNDING = 1e-12
@@ -127,8 +128,7 @@ class _Order:
         return self._relative([self.true[key] for key in enumerate(self.places(position))])
 
     def longest(self, params: int) -> int:
-        if isinstance(params, bool) or not isinstance(params, int):
-            raise ValueError(f"params is {params!r}; expected a whole number")
+        check_int("params", params)
         smallest = self.parameters(0)
         if params < smallest:
             raise ValueError(

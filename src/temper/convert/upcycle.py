@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from temper.config import HEADS
 from temper.connection import HyperConnection
 from temper.mixers.base import copy_map
+from temper.registry import is_int
 from temper.wrap import reduce_by
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -108,8 +109,7 @@ def grow(site: HyperConnection, num_streams: int, *, spread: float = 2**-10) -> 
     if config.is_residual:
         raise ValueError("a plain residual has no routing to grow: build a site of several streams and upcycle it")
     before = config.num_streams
-    is_number = isinstance(num_streams, int) and not isinstance(num_streams, bool)
-    if not is_number or num_streams <= before or num_streams % before:
+    if not is_int(num_streams) or num_streams <= before or num_streams % before:
         raise ValueError(
             f"num_streams is {num_streams!r}; {before} streams become {2 * before}, {3 * before} or another multiple: "
             "every stream is copied as often as every other"

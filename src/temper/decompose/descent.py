@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from temper.registry import check_int
+
 State = tuple[Tensor, ...]
 
 
@@ -48,8 +50,7 @@ class Effort:
             value = getattr(self, name)
             if name == "iters" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} is {value!r}; expected a whole number >= 0")
+            check_int(name, value)
         if self.tol is not None and not (isinstance(self.tol, int | float) and 0 <= self.tol < 1):
             raise ValueError(f"tol is {self.tol!r}; expected a number in [0, 1)")
 

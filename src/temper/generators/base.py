@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.ops.plan import GeneratorSpec
-from temper.registry import Registered
+from temper.registry import Registered, check_int, is_int, lacking, without_memory
 
 if TYPE_CHECKING:
     from temper.decompose.descent import Effort
@@ -55,8 +55,7 @@ class Generator(Registered, nn.Module, family="generator"):
         if not out_modes:
             raise ValueError("out_modes is empty; expected at least one output mode")
         for mode in in_modes + out_modes:
-            if not isinstance(mode, int) or mode < 1:
-                raise ValueError(f"modes are {in_modes} -> {out_modes}; every mode must be a whole number >= 1")
+            check_int(f"modes {in_modes} -> {out_modes}: a mode", mode, 1)
         return in_modes, out_modes
 
     @classmethod
@@ -72,7 +71,7 @@ class Generator(Registered, nn.Module, family="generator"):
     @classmethod
     def shapes(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> Shapes:
         """Name and shape of every trainable tensor, without allocating one."""
-        raise NotImplementedError
+        raise lacking(cls, "shapes")
 
     @classmethod
     def frozen_shapes(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> Shapes:
@@ -87,11 +86,11 @@ class Generator(Registered, nn.Module, family="generator"):
     @classmethod
     def bottleneck(cls, in_modes: Modes, out_modes: Modes, **options: Any) -> int:
         """R, the number of rows of the two maps."""
-        raise NotImplementedError
+        raise lacking(cls, "bottleneck")
 
     def reset_parameters(self) -> None:
         """Sets every tensor to its initial value."""
-        raise NotImplementedError
+        raise lacking(self, "reset_parameters")
 
     def maps(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The bottleneck, differentiable in the parameters: in_map (R, N, D) and out_map (R, *out_modes).
@@ -99,7 +98,7 @@ class Generator(Registered, nn.Module, family="generator"):
         Args:
             dtype: the dtype to which stored tensors are cast before they are multiplied; their own if None.
         """
-        raise NotImplementedError
+        raise lacking(self, "maps")
 
     def native(self) -> GeneratorSpec | None:
         """The spec of this generator for native kernels, or None. A generator with a spec implements `stored`."""
@@ -107,7 +106,7 @@ class Generator(Registered, nn.Module, family="generator"):
 
     def stored(self) -> tuple[Tensor, ...]:
         """The tensors in the order in which the native kernels take them."""
-        raise NotImplementedError
+        raise lacking(self, "stored")
 
     def compression(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Matrices whose Kronecker product takes Hhat, row after row, to the part of it that the generator sees."""
@@ -115,7 +114,7 @@ class Generator(Registered, nn.Module, family="generator"):
 
     def assign_dense(self, weight: Tensor) -> None:
         """Overwrites the stored tensors with the best this generator finds for a dense W."""
-        raise NotImplementedError
+        raise lacking(self, "assign_dense")
 
     def zero_output(self) -> None:
         """Sets W to zero by zeroing its last tensor alone, so that gradients still flow."""
@@ -189,7 +188,7 @@ class Generator(Registered, nn.Module, family="generator"):
             raise ValueError(f"the {cls.name} generator has no rank, got rank={rank!r}")
         modes = tuple(weight.shape)
         # Skip random initialization: the values are overwritten at once.
-        with torch.device("meta"):
+        with without_memory():
             generator = cls(modes[:2], modes[2:], **options)
         generator = generator.to(weight.dtype).to_empty(device=weight.device)
         with torch.no_grad():
@@ -203,7 +202,7 @@ class Generator(Registered, nn.Module, family="generator"):
 
 def check_rank(generator: str, what: str, rank: object, limit: int) -> int:
     """`rank` if it is a whole number in 1..limit, else a ValueError that names all three."""
-    if isinstance(rank, bool) or not isinstance(rank, int):
+    if not is_int(rank):
         raise ValueError(f"{generator} rank of {what} is {rank!r}; expected a whole number")
     if not 1 <= rank <= limit:
         raise ValueError(f"{generator} rank {rank} of {what} is out of range: expected 1 to {limit}")

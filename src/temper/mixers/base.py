@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from temper.ops import backend
 from temper.ops.plan import MixerSpec, SiteSpec
-from temper.registry import Registered
+from temper.registry import Registered, check_int, lacking
 
 # How far the sums along one axis of res are one: for all logits ("exact"), as the mixer's own approximation converges
 # ("limit"), or with no promise ("no"). The first two also promise that no entry is negative.
@@ -34,7 +34,7 @@ class Growth(NamedTuple):
 class Mixer(Registered, nn.Module, family="mixer"):
     """Turns logits of shape (..., *logit_shape) into `res` of shape (..., N, N).
 
-    Orientation: row m of `res` says where output stream m comes from (`temper.routing`).
+    Orientation: row m of `res` says where output stream m comes from (`temper.streams`).
     A new mixer is a subclass in a file of its own: which logits it needs (`logit_shape_for`), where
     they start (`initial_bias`) and what they become (`mix`). That is enough to work; `vjp` makes it fast on every
     device and `native` on a CPU. See docs/adding-a-mixer.md.
@@ -46,8 +46,7 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
     def __init__(self, num_streams: int) -> None:
         super().__init__()
-        if isinstance(num_streams, bool) or not isinstance(num_streams, int) or num_streams < 1:
-            raise ValueError(f"num_streams is {num_streams!r}; expected a whole number >= 1")
+        check_int("num_streams", num_streams, 1)
         reason = self.refusal(num_streams)
         if reason:
             raise ValueError(reason)
@@ -57,7 +56,7 @@ class Mixer(Registered, nn.Module, family="mixer"):
     @classmethod
     def logit_shape_for(cls, num_streams: int) -> tuple[int, ...]:
         """The output modes that a generator must have, without building anything."""
-        raise NotImplementedError
+        raise lacking(cls, "logit_shape_for")
 
     @classmethod
     def refusal(cls, num_streams: int) -> str | None:
@@ -76,7 +75,7 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
     def initial_bias(self) -> Tensor:
         """The bias, of shape logit_shape, at which res is (nearly) the identity."""
-        raise NotImplementedError
+        raise lacking(self, "initial_bias")
 
     def grow(self, bias: Tensor, copies: int) -> Growth:
         """Logits for `copies` times as many streams, whose res is equivalent to this one on copies of the streams.
@@ -87,7 +86,7 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
     def mix(self, logits: Tensor) -> Tensor:
         """res (..., N, N) by definition: the reference for every faster path."""
-        raise NotImplementedError
+        raise lacking(self, "mix")
 
     def forward_fast(self, logits: Tensor) -> Tensor:
         """The same without autograd, possibly faster."""
@@ -95,7 +94,7 @@ class Mixer(Registered, nn.Module, family="mixer"):
 
     def vjp(self, logits: Tensor, res: Tensor, grad: Tensor) -> Tensor:
         """The vector-Jacobian product: the gradient of the logits from that of res, without autograd."""
-        raise NotImplementedError
+        raise lacking(self, "vjp")
 
     @property
     def has_vjp(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,9 +19,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from temper.ops.plan import FoldedWeights, RawWeights, Routed, SiteSpec, State
-from temper.ops.recompute import Origin, Segment, tokens_of
-from temper.precision import no_autocast
+from temper.ops.plan import FoldedWeights, RawWeights, Routed, SiteSpec, State, tokens_of
+from temper.ops.recompute import Origin, Segment
+from temper.streams import no_autocast
 
 if TYPE_CHECKING:
     from temper.mixers.base import Mixer
@@ -32,7 +33,7 @@ class KernelBackend:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
-        self.name, self.scope = kernels.name, kernels.scope
+        self.name, self.scope, self.device = kernels.name, kernels.scope, kernels.device
         self.refusal, self.unavailable, self.limits = kernels.refusal, kernels.unavailable, kernels.limits
 
     @property
@@ -45,7 +46,7 @@ class KernelBackend:
         given, streams, dtype = streams, streams.contiguous(), streams.dtype
         is_folded, tensors = _unpack(weights)
         if needs_graph((streams, *tensors)):
-            origin = Origin.of(given, group)
+            origin = Origin.of(given, group) if group else None
             x, routing, link, *_ = _Begin.apply(streams, spec, mixer, self.kernels, origin, is_folded, *tensors)
             return x, State(streams, dtype, routing, spec, self, link, origin)
         folded = _fold(is_folded, tensors, self.kernels, spec, dtype)
@@ -93,7 +94,7 @@ class KernelBackend:
         result, x, next_routing, next_link, *_ = _FinishBegin.apply(
             link, streams, y, routing, spec, mixer, kernels, origin, following, is_folded, *tensors
         )
-        if following is None:
+        if following is None and group:
             following = Origin.of(result, group)
         return x, State(result, dtype, next_routing, spec, self, next_link, following)
 
@@ -134,8 +135,8 @@ def _fold(
 
 def _save(ctx: Any, **tensors: Sequence[Tensor]) -> None:
     """Saves groups of tensors for the backward; `_saved` returns them by name."""
-    ctx.groups = [(name, len(group)) for name, group in tensors.items()]
-    ctx.save_for_backward(*[tensor for group in tensors.values() for tensor in group])
+    ctx.groups = list(zip(tensors, map(len, tensors.values()), strict=True))
+    ctx.save_for_backward(*chain.from_iterable(tensors.values()))
 
 
 def _saved(ctx: Any) -> dict[str, tuple[Tensor, ...]]:
@@ -245,6 +246,8 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         y, routing, *own = ctx.saved_tensors
         streams = _streams(ctx.segment, own)
+        # The gradient of a sum over streams is expanded; copied here, it is not copied again by `begin`.
+        grad = grad.contiguous()
         with no_autocast(streams):
             flat_y = y.reshape(len(streams), ctx.spec.dim)
             d_y, d_weights = ctx.kernels.finish_backward(_flat(grad, streams.shape), streams, flat_y, routing, ctx.spec)

@@ -33,13 +33,15 @@ class Described(Protocol):
     Args:
         name: what users call it.
         scope: the sites it is chosen for, in a few words.
+        device: the type of device it runs on; None for any.
     """
 
     name: str
     scope: str
+    device: str | None
 
     def refusal(self, spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str | None:
-        """Why this backend cannot run a site on streams of this device, dtype and type; None if it can.
+        """Why this backend cannot run a site on streams of this dtype and type on its device; None if it can.
 
         Called for every forward pass, and traced by torch.compile: it must be cheap and not depend on values.
 
@@ -217,10 +219,12 @@ def choose(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> Backend:
     asked = _asked or os.environ.get(VARIABLE) or "auto"
     if asked != "auto" and asked not in BACKENDS:
         raise unknown(f"backend in {VARIABLE}", asked, ["auto", *BACKENDS])
-    is_reached = asked == "auto"
+    is_reached, device = asked == "auto", streams.device.type
     for name, backend in BACKENDS.items():
         is_reached = is_reached or name == asked
-        if is_reached and backend.refusal(spec, mixer, streams, name == asked) is None:
+        # The device first, which is cheaper than a call.
+        is_possible = is_reached and backend.device in (None, device)
+        if is_possible and backend.refusal(spec, mixer, streams, name == asked) is None:
             return backend
     raise AssertionError("naive runs everything")
 
@@ -233,7 +237,12 @@ def explain(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> str:
     for name, other in BACKENDS.items():
         if other is backend:
             break
-        reason = other.refusal(spec, mixer, streams, name == asked)
+        is_elsewhere = other.device not in (None, streams.device.type)
+        reason = (
+            f"the streams are on {streams.device.type}"
+            if is_elsewhere
+            else other.refusal(spec, mixer, streams, name == asked)
+        )
         reasons.append(f"not {name}: {reason or f'{asked} was asked for'}")
     return backend.name + (f" ({'; '.join(reasons)})" if reasons else "")
 

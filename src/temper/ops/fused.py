@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from temper.ops.plan import NOT_STANDARD, FoldedWeights, Routed, SiteSpec
-from temper.precision import widen
+from temper.streams import widen
 
 if TYPE_CHECKING:
     from temper.mixers.base import Mixer
 
 
 name = "fused"
+device: str | None = None
 scope = "every other device and dtype, in torch with backwards written by hand"
 folding = None
 

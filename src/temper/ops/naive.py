@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from temper.gates import Gates
 from temper.ops.plan import FoldedWeights, RawWeights, SiteSpec, State
-from temper.precision import widen
+from temper.streams import widen
 
 if TYPE_CHECKING:
     from temper.mixers.base import Mixer
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 def begin(streams: Tensor, folded: FoldedWeights, spec: SiteSpec, mixer: Mixer) -> tuple[Tensor, Tensor]:
     """x (..., D) and the routing weights (..., K) of streams (..., N, D)."""
     gates = Gates.named(spec.gates)(spec.pre_eps)
-    mean = streams.square().mean(-1 if spec.norm_per_stream else (-2, -1), keepdim=True)
-    rstd = (mean.clamp_min(spec.norm_eps) if spec.norm_clamp else mean + spec.norm_eps).rsqrt()
+    rstd = reciprocal_rms(streams, spec.norm_per_stream, spec.norm_eps, spec.norm_clamp, spec.norm_outside)
     rows = project(streams, folded.in_map, rstd).split(spec.rows, dim=-1)
     maps = folded.out.split(spec.map_sizes)
     dynamic = [
@@ -36,6 +36,17 @@ def begin(streams: Tensor, folded: FoldedWeights, spec: SiteSpec, mixer: Mixer) 
     pre, res, post = (value + bias for value, bias in zip(dynamic, biases, strict=True))
     pre, post = gates.pre(pre), gates.post(post)
     return read(streams, pre), spec.pack(pre, mixer.mix(res.unflatten(-1, mixer.logit_shape)), post)
+
+
+def reciprocal_rms(streams: Tensor, per_stream: bool, eps: float, clamp: bool, outside: bool) -> Tensor:
+    """1 / RMS of streams (..., N, D), guarded by eps as `StreamNorm` says."""
+    axes = -1 if per_stream else (-2, -1)
+    if outside:
+        # A norm has the gradient zero at zero, where a square root has none.
+        entries = streams.shape[-1] * (1 if per_stream else streams.shape[-2])
+        return (torch.linalg.vector_norm(streams, dim=axes, keepdim=True) / entries**0.5 + eps).reciprocal()
+    mean = streams.square().mean(axes, keepdim=True)
+    return (mean.clamp_min(eps) if clamp else mean + eps).rsqrt()
 
 
 def finish(streams: Tensor, y: Tensor, weights: Tensor, spec: SiteSpec) -> Tensor:
@@ -72,6 +83,7 @@ class Naive:
     """The backend of the functions above."""
 
     name = "naive"
+    device: str | None = None
     scope = "everything, in plain torch, with gradients of gradients"
     folding = None
 

@@ -5,6 +5,7 @@ Letters: T tokens, N streams, D features, R bottleneck rows, K = N^2 + 2N routin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from temper.gates import Gates
-from temper.routing import Routing
+from temper.streams import Routing
 
 if TYPE_CHECKING:
     from temper.ops.backend import Backend
@@ -84,7 +85,7 @@ class MixerSpec:
 
 
 # The description of a site that only `naive` computes.
-NOT_STANDARD = 'sites with tanh gates or a per-stream norm ("hc")'
+NOT_STANDARD = 'sites with tanh gates or a per-stream norm ("hc"), or with norm_outside (Megatron-Core)'
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,10 @@ class SiteSpec:
         generators: the gain and the generators for fold kernels, packed; None if they do not support one of them.
         gates: the registered name of the gates.
         norm_per_stream: whether every stream is normed by itself.
+        norm_outside: as in `RouterConfig`.
 
     Attributes:
-        is_standard: sigmoid gates and one norm per token: the only form that kernels compute.
+        is_standard: sigmoid gates and one norm per token with its guard inside the root, as kernels compute them.
         head_logits: the number of logits of pre, res and post.
         map_sizes: entries of each head's output map in `FoldedWeights.out`.
         num_rows: R.
@@ -123,6 +125,7 @@ class SiteSpec:
     generators: tuple[int, ...] | None = None
     gates: str = "sigmoid"
     norm_per_stream: bool = False
+    norm_outside: bool = False
     # Computed once, because every operation uses them.
     is_standard: bool = field(init=False, repr=False, compare=False)
     head_logits: tuple[int, int, int] = field(init=False, repr=False, compare=False)
@@ -135,7 +138,7 @@ class SiteSpec:
         head_logits = (self.num_streams, self.num_logits, self.num_streams)
         heads = zip(self.rows, head_logits, self.direct, strict=True)
         derived = {
-            "is_standard": Gates.named(self.gates).fast and not self.norm_per_stream,
+            "is_standard": Gates.named(self.gates).fast and not (self.norm_per_stream or self.norm_outside),
             "head_logits": head_logits,
             "map_sizes": tuple(0 if direct else rows * logits for rows, logits, direct in heads),
             "num_rows": sum(self.rows),
@@ -222,3 +225,9 @@ class State(NamedTuple):
         if self.spec is None or self.weights is None:
             return None
         return self.spec.split(self.weights.view(*self.streams.shape[:-2], self.spec.num_weights))
+
+
+def tokens_of(streams: Tensor) -> Tensor:
+    """(..., N, D) -> (T, N, D)."""
+    # Not -1, which is ambiguous without tokens.
+    return streams.view(math.prod(streams.shape[:-2]), *streams.shape[-2:])

@@ -7,13 +7,12 @@ branch again.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from temper.ops.plan import SiteSpec
+from temper.ops.plan import SiteSpec, tokens_of
 
 if TYPE_CHECKING:
     from temper.ops.backend import Kernels
@@ -89,9 +88,3 @@ class Origin(NamedTuple):
     def mark(self, streams: Tensor) -> None:
         """Attaches this origin to streams, for the next site."""
         setattr(streams, _MARK, (self, streams._version))
-
-
-def tokens_of(streams: Tensor) -> Tensor:
-    """(..., N, D) -> (T, N, D)."""
-    # Not -1, which is ambiguous without tokens.
-    return streams.view(math.prod(streams.shape[:-2]), *streams.shape[-2:])

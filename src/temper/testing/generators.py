@@ -38,7 +38,7 @@ class GeneratorSuite:
 
     def dense(self, generator: Any) -> Tensor:
         """W (N, D, *out_modes) from the stored tensors, independent of `maps`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks `dense`; docs/adding-a-generator.md explains it")
 
     def full_rank(self, in_modes: Modes, out_modes: Modes) -> Rank:
         """A rank at which every W can be held; None for a generator without ranks."""

@@ -28,7 +28,7 @@ class MixerSuite:
 
     def matrix(self, mixer: Any, logits: Tensor) -> Tensor:
         """res (N, N) of the logits (*logit_shape) of one token."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks `matrix`; docs/adding-a-mixer.md explains it")
 
     def build(self, num_streams: int) -> Mixer:
         """Builds the mixer under test; skips a number of streams that it refuses."""

@@ -1,7 +1,7 @@
-"""Bytes and launches of a site, counted without running anything, and what a GPU would make of them at best.
+"""Bytes and launches of a site, counted without running anything, and a best-case estimate for GPUs.
 
 Tensors are on the meta device. Every tensor that an operation or a kernel reads or writes counts once, as if caches
-gave nothing from one operation to the next and everything within one; views and allocations count nothing.
+worked perfectly within an operation and not at all between operations; views and allocations do not count.
 """
 
 from __future__ import annotations
@@ -20,30 +20,22 @@ import temper
 from temper.ops import fused
 from temper.ops import gpu as gpu_kernels
 from temper.ops.gpu import fold_launch, launch
-from temper.ops.plan import FoldedWeights
+from temper.ops.plan import FoldedWeights, SiteSpec
+from temper_lab.method import Method, parse_all
+from temper_lab.train.cluster import DEVICES, Device
 
 TOKENS = 8192
 WIDTHS = (768, 4096, 7168)
-# What the host needs to start a kernel, as a rule; while a kernel runs it can start the next.
+# A typical time to launch a kernel; the next launch overlaps with a running kernel.
 LAUNCH_SECONDS = 4e-6
-
-
-class Gpu(NamedTuple):
-    """A GPU by its data sheet: bytes a second, and dense bfloat16 operations a second."""
-
-    name: str
-    bandwidth: float
-    flops: float
-
-
-GPUS = (Gpu("A100", 2.04e12, 312e12), Gpu("H100", 3.35e12, 989e12), Gpu("B200", 8.0e12, 2250e12))
+GPUS = ("A100", "H100", "B200")
 
 
 class Total(NamedTuple):
-    """Of one site, forward and backward.
+    """The traffic of one site, forward and backward.
 
     Args:
-        large: bytes of what has features for every token; the rest is routing and weights.
+        large: the bytes of tensors with features for every token; the rest is routing and weights.
     """
 
     bytes: int
@@ -52,7 +44,7 @@ class Total(NamedTuple):
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations of torch that would launch something."""
+    """Counts the torch operations that would launch a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +56,7 @@ class _Operations(TorchDispatchMode):
             self.launches += 1
             made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            # What is filled is not read.
+            # A filled tensor is written but not read.
             for tensor in made if "zeros" in function._schema.name else made + read:
                 self.bytes += _size(tensor)
                 self.large += _size(tensor) if _is_large(tensor) else 0
@@ -72,26 +64,26 @@ class _Operations(TorchDispatchMode):
 
 
 def _is_free(function: Any) -> bool:
-    """Whether an operation only makes another view of memory, or allocates it."""
+    """True if an operation only makes a view, or only allocates memory."""
     schema = function._schema
     is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
     return is_view or "empty" in schema.name or schema.name == "aten::_unsafe_view"
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes that are touched: what is expanded is read once."""
+    """The bytes of a tensor's storage; expanded axes count once."""
     return tensor.element_size() * math.prod(
         size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
     )
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether there are features in it for every token."""
+    """True if a tensor has features for every token."""
     return tensor.numel() >= TOKENS * min(WIDTHS) and TOKENS in tensor.shape
 
 
 def count(call: Callable[[], Any]) -> tuple[Any, Total]:
-    """What a call returns, and what it would take; it may record launches."""
+    """The result of a call and its traffic; launches may be recorded."""
     with launch.recorded() as launches, _Operations() as operations:
         result = call()
     moved, large = operations.bytes, operations.large
@@ -107,7 +99,7 @@ def _add(totals: Iterable[Total]) -> Total:
 
 
 class _Site(NamedTuple):
-    """A site on the meta device with all that goes in and out."""
+    """A site on the meta device with its inputs and outputs."""
 
     router: temper.HyperConnection
     folded: FoldedWeights
@@ -117,11 +109,16 @@ class _Site(NamedTuple):
     @classmethod
     def make(cls, method: str, num_streams: int, dim: int) -> _Site:
         with torch.device("meta"):
-            router = temper.HyperConnection(temper.preset(method, num_streams=num_streams, dim=dim))
+            router = temper.HyperConnection(Method.parse(method).config(num_streams, dim))
             streams = torch.empty(TOKENS, num_streams, dim, dtype=torch.bfloat16)
             with torch.no_grad():
                 folded = router.fold(torch.float32)
         return cls(router, folded, streams, streams[:, 0].contiguous())
+
+    @property
+    def spec(self) -> SiteSpec:
+        assert self.router.spec is not None
+        return self.router.spec
 
     def raw(self) -> list[Tensor]:
         router = self.router
@@ -136,7 +133,7 @@ def _meta() -> Iterator[None]:
 
 def fused_site(site: _Site) -> Total:
     """`fused`, with weights that torch folds under autograd."""
-    spec, mixer, folded, streams, y = site.router.spec, site.router.mixer, site.folded, site.streams, site.y
+    spec, mixer, folded, streams, y = site.spec, site.router.mixer, site.folded, site.streams, site.y
     with _meta():
         (_, routed), first = count(lambda: fused.begin(streams, folded, spec, mixer))
         _, second = count(lambda: fused.finish(streams, y, routed.weights, spec))
@@ -158,37 +155,38 @@ def _fold_in_torch(site: _Site) -> Total:
 
 def triton_site(site: _Site, chained: bool) -> Total:
     """`triton`: every site by itself, or finished together with the next one's begin."""
-    spec, folded, streams, y = site.router.spec, site.folded, site.streams, site.y
+    spec, folded, streams, y = site.spec, site.folded, site.streams, site.y
     with _meta():
         (_, routed), begin = count(lambda: launch.begin(streams, folded, spec))
         weights = routed.weights
         if chained:
             _, forward = count(lambda: launch.finish_begin(streams, streams, y, weights, folded, spec))
-            given = (streams, y, weights, streams, folded, routed, streams, y, weights, spec)
-            _, backward = count(lambda: launch.finish_begin_backward(*given))
+            later, earlier = (streams, y, weights, streams, folded, routed), (streams, y, weights)
+            _, backward = count(lambda: launch.finish_begin_backward(*later, *earlier, spec))
             parts = [forward, backward]
         else:
             _, finish = count(lambda: launch.finish(streams, streams, y, weights, spec))
             _, first = count(lambda: launch.finish_backward(streams, streams, y, weights, spec))
-            given = (streams, y, weights, streams, folded, routed, spec)
-            _, second = count(lambda: launch.begin_backward(*given))
+            _, second = count(lambda: launch.begin_backward(streams, y, weights, streams, folded, routed, spec))
             parts = [begin, finish, first, second]
         raw, generators = site.raw(), spec.generators
         assert generators is not None
         results = list(folded[:3])
         parts.append(count(lambda: fold_launch.fold(raw, generators, results))[1])
-        parts.append(count(lambda: fold_launch.fold_backward(*results, raw, generators, raw))[1])
+        parts.append(
+            count(lambda: fold_launch.fold_backward(folded.in_map, folded.out, folded.bias, raw, generators, raw))[1]
+        )
     return _add(parts)
 
 
 def floors(num_streams: int) -> dict[str, int]:
-    """Units below which nobody comes: all that is large is read and written once for every site, or pair of halves."""
+    """The least possible units: every large tensor is read and written once per site, or per chained pair of halves."""
     return {"unchained": 8 * num_streams + 5, "chained": 6 * num_streams + 5}
 
 
 def rows(methods: Iterable[str], streams: Iterable[int], widths: Iterable[int] = WIDTHS) -> list[dict[str, Any]]:
-    """A row for every method, number of streams, width and backend; of what the kernels do not serve, none."""
-    wanted = [(m, n, d) for m in methods for n in streams for d in widths if _is_served(m, n, d)]
+    """One row for every method, number of streams, width and backend that the kernels support."""
+    wanted = [(str(m), n, d) for m in parse_all(methods) for n in streams for d in widths if _is_served(str(m), n, d)]
     if not wanted:
         raise ValueError(
             "none of these methods and numbers of streams runs on the GPU kernels, so there is nothing to count"
@@ -212,23 +210,24 @@ def rows(methods: Iterable[str], streams: Iterable[int], widths: Iterable[int] =
 
 
 def _is_served(method: str, num_streams: int, dim: int) -> bool:
-    config = temper.preset(method, num_streams=num_streams, dim=dim)
+    config = Method.parse(method).config(num_streams, dim)
     if config.is_residual:
         return False
     with torch.device("meta"):
         router = temper.HyperConnection(config)
+    assert router.spec is not None
     return gpu_kernels.unserved(router.spec, router.mixer, torch.bfloat16) is None
 
 
-def share(gpu: Gpu, dim: int, moved: float, launches: float = 0) -> float:
-    """The time of two sites as a share of an attention + MLP pair, if memory is as fast as its data sheet says."""
-    # 72 D^2 operations a token, forward and backward; narrow products reach less of the peak.
+def share(gpu: Device, dim: int, moved: float, launches: float = 0) -> float:
+    """The time of two sites as a fraction of an attention + MLP pair, at the memory bandwidth of the data sheet."""
+    # 72 D^2 operations per token, forward and backward; narrow products reach less of the peak.
     pair = 72 * dim**2 * TOKENS / (gpu.flops * (0.35 if dim < 1024 else 0.5))
     return 2 * max(moved / gpu.bandwidth, launches * LAUNCH_SECONDS) / pair
 
 
 def tables(found: list[dict[str, Any]]) -> str:
-    """What was counted, and the estimate that follows from it, as Markdown."""
+    """The counts, and the estimate that follows from them, as Markdown."""
     lines = [
         "| method | N | D | backend | units | of streams | floor | GB | launches |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -247,7 +246,7 @@ def tables(found: list[dict[str, Any]]) -> str:
     groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in found:
         groups.setdefault((row["method"], row["dim"], row["streams"]), {})[row["backend"]] = row
-    for gpu in GPUS:
+    for gpu in (DEVICES[name] for name in GPUS):
         for (method, dim, num_streams), ways in groups.items():
             unit, least = TOKENS * dim * 2, floors(num_streams)
             values = [share(gpu, dim, least["unchained"] * unit), share(gpu, dim, least["chained"] * unit)]

@@ -1,4 +1,4 @@
-"""What `temper gpu-check` does: every case against float64, then times, on the GPU that is here."""
+"""The work of `temper gpu-check`: compares every case with float64 on this GPU, then times it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch import Tensor
 import temper
 from temper.ops import fused
 from temper.ops.gpu import check, fold_launch, launch, tiles
-from temper.ops.plan import FoldedWeights
-from temper_lab.progress import waiting
+from temper.ops.plan import FoldedWeights, SiteSpec
+from temper_lab.console import waiting
 
-# Other people's kernels for the same thing: noted if they are here.
+# Other packages with kernels for the same purpose, recorded if they are installed.
 PEERS = ("liger-kernel", "transformer-engine", "tile-kernels")
-# Larger than any cache: written before every round, so that nothing is left of the one before.
+# Larger than any cache; written before every round to flush it.
 FLUSH = 256 * 2**20
 
 
 class Setting(NamedTuple):
-    """What is checked and timed; a small one shows that the command works where kernels are interpreted.
+    """The sizes to check and time; a small setting tries the command in Triton's interpreter.
 
     Args:
         cases: (preset, streams, features, tokens).
@@ -49,24 +49,24 @@ def full() -> Setting:
 
 
 def _is_preset(name: str) -> bool:
-    return name in temper.presets()
+    return name in temper.PRESETS
 
 
 def report(rounds: int, setting: Setting | None = None) -> dict[str, Any]:
-    """All of it, as JSON has it."""
+    """The complete report as plain JSON."""
     setting = setting or full()
     begun = time.time()
     with waiting("checking") as say:
         rows = [right(*case, dtype, setting.device, say) for case in setting.cases for dtype in setting.dtypes]
         is_right = all(row["is_right"] for row in rows)
-        # Nothing is timed that is wrong.
+        # Wrong kernels are not timed.
         times = fast(setting, rounds, say) if is_right else None
     found = {"about": about(setting.device), "is_right": is_right, "right": rows, "fast": times}
     return found | {"seconds": round(time.time() - begun, 1)}
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware."""
+    """The versions and the hardware."""
     facts: dict[str, Any] = {
         "temper": temper.__version__,
         "torch": torch.__version__,
@@ -101,21 +101,22 @@ def right(
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """One case: errors against the definition in float64 on the CPU, and whether two runs give the same bits."""
+    """Checks one case: errors against the definition in float64 on the CPU, and whether two runs give the same bits."""
     row = {"preset": preset, "streams": num_streams, "dim": dim, "tokens": tokens, "dtype": str(dtype)[6:]}
     say(", ".join(map(str, row.values())))
     torch.manual_seed(0)
     site = temper.HyperConnection(temper.preset(preset, num_streams=num_streams, dim=dim))
-    case = check.random_case(site.spec, dtype, device, tokens)
+    spec = _spec(site)
+    case = check.random_case(spec, dtype, device, tokens)
     try:
         with torch.no_grad():
-            got, again = check.results(case, site.spec), check.results(case, site.spec)
+            got, again = check.results(case, spec), check.results(case, spec)
             folded = _fold(site, device)
     except Exception as error:  # a compiler that fails is what this command is to find
         return row | {"is_right": False, "error": f"{type(error).__name__}: {error}"[:2000]}
     at_home = {name: value.cpu() for name, value in case.items()}
-    errors = check.worst({k: v.cpu() for k, v in got.items()}, check.definition(at_home, site.spec, site.mixer))
-    # float32 however wide the streams are.
+    errors = check.worst({k: v.cpu() for k, v in got.items()}, check.definition(at_home, spec, site.mixer))
+    # Routing is float32 whatever the dtype of the streams.
     fold_errors = check.worst({str(k): v.cpu() for k, v in enumerate(folded)}, _fold_by_definition(site))
     same = all(torch.equal(got[name], again[name]) for name in got)
     ok = same and all(error <= check.TOLERANCES[dtype] for error in errors.values())
@@ -123,19 +124,25 @@ def right(
     return row | {"is_right": ok, "same_bits": same, "errors": errors, "fold_errors": fold_errors}
 
 
+def _spec(site: temper.HyperConnection) -> SiteSpec:
+    assert site.spec is not None
+    return site.spec
+
+
 def _raw(site: temper.HyperConnection) -> list[Tensor]:
     return [tensor for owner in (site.norm, site.pre, site.res, site.post) for tensor in owner.stored()]
 
 
 def _fold(site: temper.HyperConnection, device: torch.device) -> list[Tensor]:
-    """The folded weights, and gradients of the raw ones if those of the folded are themselves."""
-    generators, raw = site.spec.generators, [tensor.detach().to(device) for tensor in _raw(site)]
+    """The folded weights, and the gradients of the raw weights for a given gradient of the folded ones."""
+    generators, raw = _spec(site).generators, [tensor.detach().to(device) for tensor in _raw(site)]
+    assert generators is not None
     results = [part.detach().to(device).clone() for part in site.fold(torch.float32)[:3]]
     for part in results:
         part.fill_(torch.nan)
     slopes = [torch.full_like(tensor, torch.nan) for tensor in raw]
     fold_launch.fold(raw, generators, results)
-    fold_launch.fold_backward(*results, raw, generators, slopes)
+    fold_launch.fold_backward(results[0], results[1], results[2], raw, generators, slopes)
     return [*results, *slopes]
 
 
@@ -143,14 +150,14 @@ def _fold_by_definition(site: temper.HyperConnection) -> dict[str, Tensor]:
     raw = _raw(site)
     with torch.enable_grad():
         folded = site.fold(torch.float64)[:3]
-        loss = sum((part * part.detach()).sum() for part in folded)
+        loss = torch.stack([(part * part.detach()).sum() for part in folded]).sum()
         slopes = torch.autograd.grad(loss, raw, allow_unused=True)
     made = [*folded, *(torch.zeros_like(t) if g is None else g for t, g in zip(raw, slopes, strict=True))]
     return {str(k): value.detach().double() for k, value in enumerate(made)}
 
 
 def clock(call: Callable[[], Any], device: torch.device, rounds: int) -> list[float]:
-    """Milliseconds of every round, in order of size, with a cold cache."""
+    """The sorted milliseconds of all rounds, with a cold cache."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -171,7 +178,7 @@ def clock(call: Callable[[], Any], device: torch.device, rounds: int) -> list[fl
 
 
 def fast(setting: Setting, rounds: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Times of every operation, and the share of the memory's speed that the bytes of the floor come to."""
+    """Times every operation, and gives the fraction of the memory bandwidth that the least bytes correspond to."""
     device = setting.device
     source = torch.empty(2**28 if device.type == "cuda" else 2**12, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
@@ -194,8 +201,8 @@ def fast(setting: Setting, rounds: int, say: Callable[[str], None] = lambda text
 
 
 def _ways(site: temper.HyperConnection, tokens: int, device: torch.device) -> dict[str, dict[str, Callable[[], Any]]]:
-    """The operations of a site by name, for every way to compute them."""
-    spec, mixer = site.spec, site.mixer
+    """The operations of a site by name, for every implementation."""
+    spec, mixer = _spec(site), site.mixer
     case = check.random_case(spec, torch.bfloat16, device, tokens)
     streams, y, in_map, out, bias, grad, d_x, d_weights = case.values()
     folded = FoldedWeights(in_map, out, bias)
@@ -255,7 +262,7 @@ def show(found: dict[str, Any]) -> None:
         print(f"{place} {row['total_ms']:8.3f} ms, {row['share_of_floor']:.0%} of the floor's speed")
 
 
-# What --tune tries: tokens, features, warps, stages.
+# The candidates of --tune: tokens, features, warps, stages.
 _TRIED: dict[str, Iterable[tuple[int, int, int, int]]] = {
     "read": tuple(itertools.product((1, 2, 4, 8), (128, 256, 512), (2, 4, 8), (3,))),
     "write": tuple(itertools.product((1, 2, 4, 8), (64, 128, 256), (2, 4, 8), (3,))),
@@ -273,12 +280,12 @@ def tune(rounds: int, setting: Setting | None = None) -> dict[str, Any]:
     """The fastest tiles of every kernel that touches streams; only those that give the right results count."""
     setting = setting or full()
     device, target = setting.device, tiles.target_of(setting.device)
-    entries = []
+    entries: list[dict[str, Any]] = []
     with waiting("tuning") as say:
         for num_streams, dim, tokens in setting.sizes:
             if any(entry["streams"] == launch.power(num_streams, 2) for entry in entries):
                 continue
-            spec = temper.HyperConnection(temper.preset("temper-cp", num_streams=num_streams, dim=dim)).spec
+            spec = _spec(temper.HyperConnection(temper.preset("temper-cp", num_streams=num_streams, dim=dim)))
             case = check.random_case(spec, torch.bfloat16, device, tokens)
             wanted = check.results(case, spec)
             for kernel, tried in _TRIED.items():
@@ -293,7 +300,7 @@ def _fastest(
     kernel: str,
     tried: Iterable[tuple[int, int, int, int]],
     case: dict[str, Tensor],
-    spec: Any,
+    spec: SiteSpec,
     wanted: dict[str, Tensor],
     rounds: int,
     device: torch.device,

@@ -1,4 +1,4 @@
-"""`temper bench`: what hyper-connections cost, in time and memory."""
+"""`temper bench`: the cost of hyper-connections in time and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from temper_lab.bench import bench as measure
 
 
 def bench(
-    methods: list[str] = list(Setting.methods),  # noqa: B006 - tyro shows it in --help
+    methods: Annotated[list[str], tyro.conf.arg(metavar="METHOD")] = list(Setting.methods),  # noqa: B006 - tyro shows it in --help
     streams: Annotated[list[int], tyro.conf.arg(metavar="N")] = list(Setting.streams),  # noqa: B006
     growth: Annotated[list[int], tyro.conf.arg(metavar="N")] = list(Setting.growth),  # noqa: B006
     backends: list[str] = list(Setting.backends),  # noqa: B006
@@ -28,9 +28,9 @@ def bench(
     plot: Path | None = None,
     out: Path | None = None,
 ) -> None:
-    """Measure what hyper-connections cost, against plain residual adds and other people's code.
+    """Measure the cost of hyper-connections against plain residual additions and other packages.
 
-    Every backend is compared with `naive` first, outputs and gradients, and a difference ends the command. Then all
+    Every backend's outputs and gradients are compared with `naive` first; a difference ends the command. Then all
     variants take turns in one process, round after round; medians and the middle half of the rounds are reported:
 
         temper bench
@@ -40,17 +40,17 @@ def bench(
         temper bench --count --methods temper-cp mhc --streams 4 8
 
     Args:
-        methods: Presets to measure.
-        streams: Numbers of streams N, for all parts but growth.
-        growth: Numbers of streams of the part growth.
+        methods: Methods to measure: presets, or presets with overrides such as mhc:generator=cp:rank=8.
+        streams: Numbers of streams N, for every part except growth.
+        growth: Numbers of streams for the part growth.
         backends: Implementations to measure: cpu, fused, naive.
-        width: Width D of the block pair; the model of whole steps has about a third of it.
-        tokens: Tokens of the block pair, in one row.
-        rounds: Rounds in which every variant takes a turn, after two that warm up; half as many for whole steps.
-        threads: Threads of torch and of the native kernels.
+        width: Width D of the block pair; the model of the part step has about a third of it.
+        tokens: Tokens of the block pair, in one sequence.
+        rounds: Rounds in which every variant takes a turn, after two warm-up rounds; half as many for the part step.
+        threads: Threads for torch and the native kernels.
         parts: What to measure: pair (attention + MLP, and one site), growth (one site against N), step (the lab's
             model), recompute (memory of a deep stack), sinkhorn (the mixer alone).
-        quick: Less of everything, in about a minute: does it work here? Not for numbers to quote.
+        quick: Measure less of everything, in about a minute, to see whether it works. Not for numbers to quote.
         count: Measure nothing: count the bytes and launches of a site by method, N and backend, and estimate from data
             sheets what they cost on GPUs. Needs no GPU.
         as_json: Print JSON instead of tables.
@@ -81,14 +81,14 @@ def bench(
         out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(out, json.dumps(report, indent=2) + "\n")
     if plot is not None:
-        from temper_lab.figures.bench import draw
+        from temper_lab.report.plots_bench import draw
 
         draw(report, plot)
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    from temper_lab.bench.report import show
-    from temper_lab.progress import console
+    from temper_lab.bench.benchmark import show
+    from temper_lab.console import console
 
     show(report, console(160))
     for name, path in (("json", out), ("figure", plot)):
@@ -97,7 +97,7 @@ def bench(
 
 
 def _count(methods: list[str], streams: list[int], as_json: bool, plot: Path | None, out: Path | None) -> None:
-    """Bytes, launches and the estimate that follows from them."""
+    """Counts bytes and launches, and estimates their cost."""
     from temper_lab.bench import count
 
     if plot is not None:
@@ -115,9 +115,9 @@ def _count(methods: list[str], streams: list[int], as_json: bool, plot: Path | N
 
 
 def _check_targets(setting: Setting, plot: Path | None, out: Path | None) -> None:
-    """Before minutes are spent on what could not be written in the end."""
+    """Raises ValueError if an output could not be written, before minutes are spent on it."""
     if plot is not None:
-        from temper_lab.figures import check_target
+        from temper_lab.report.plots_mpl import check_target
 
         check_target(plot)
         if not {"pair", "growth"} & set(setting.parts):

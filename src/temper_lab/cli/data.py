@@ -1,11 +1,12 @@
-"""`temper data`: look at a corpus, download one."""
+"""`temper data` and `temper tokenizer`: corpora and the tokenizers trained on them."""
 
 from __future__ import annotations
 
 import array
+import json
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from temper_lab.data import Corpus
 
 
-def info(
+def data_info(
     corpus: str = "sotu",
     val_fraction: float = 0.05,
     batches: int = 100,
@@ -21,38 +22,40 @@ def info(
     context: int = 256,
     in_memory_mb: int = 1000,
     shuffle_mb: int = 128,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Count what a corpus holds, and measure how well its training batches are mixed.
+    """Count the documents of a corpus, and measure how well its training batches are mixed.
 
         temper data info
         temper data info --corpus data/climbmix --batches 0
         temper data info --corpus data/books --context 128 --rows 8
 
-    Well mixed means that a batch has text of as many documents as if each piece of text had been drawn on its own.
+    Batches are well mixed if they have as many distinct documents as independent draws of pieces would have.
 
     Args:
         corpus: "sotu", a folder of parquet, txt, md or jsonl files, or one such file.
         val_fraction: The share of documents kept for validation.
-        batches: How many batches to measure on; 0 only counts. A corpus that fits in memory is tokenized for it.
+        batches: Batches to measure on; 0 only counts. A corpus that fits in memory is tokenized for this.
         rows: Rows per batch.
         context: Tokens per row.
-        in_memory_mb: MB of text up to which a corpus is shuffled as a whole (`data.in_memory_mb` of a recipe).
-        shuffle_mb: MB of text that are shuffled at a time in a larger one (`data.shuffle_mb` of a recipe).
+        in_memory_mb: The largest corpus, in MB of text, that is shuffled as a whole (`data.in_memory_mb` of a recipe).
+        shuffle_mb: MB of text that are shuffled together in a larger corpus (`data.shuffle_mb` of a recipe).
+        as_json: Print JSON.
     """
+    from temper_lab.console import Bar
     from temper_lab.data import open_corpus
-    from temper_lab.progress import Bar
 
     least = {"batches": 0, "rows": 1, "context": 1, "in-memory-mb": 0, "shuffle-mb": 1}
     for (name, bound), value in zip(least.items(), (batches, rows, context, in_memory_mb, shuffle_mb), strict=True):
         if value < bound:
             raise ValueError(f"--{name} is {value}; expected at least {bound}")
     opened = open_corpus(corpus, val_fraction=val_fraction)
-    print(opened)
-    print(f"fingerprint {opened.fingerprint}")
+    found: dict[str, Any] = {"corpus": corpus, "about": str(opened), "fingerprint": opened.fingerprint}
+    lines = [str(opened), f"fingerprint {opened.fingerprint}"]
     sizes: dict[str, array.array[int]] = {}
     for split in ("train", "val"):
         groups = opened.groups(split)
-        # Bytes of each document; its texts are read one after the other.
+        # The size of each document in bytes; texts are read one at a time.
         sizes[split] = array.array("q")
         num_texts = num_chars = 0
         last = None
@@ -65,42 +68,50 @@ def info(
                     sizes[split][-1] += len(text.encode())
                     num_texts, num_chars = num_texts + 1, num_chars + len(text)
                 bar.update(count, f"{len(sizes[split]):,} documents")
-        print(
+        found[split] = {"documents": len(sizes[split]), "texts": num_texts}
+        found[split] |= {"characters": num_chars, "bytes": sum(sizes[split])}
+        lines.append(
             f"{split:<5} {len(sizes[split]):,} documents ({num_texts:,} texts), {num_chars:,} characters, "
             f"{sum(sizes[split]):,} bytes"
         )
     if batches:
-        _show_mixing(opened, sizes["train"], batches, rows, context, in_memory_mb, shuffle_mb)
+        found["mixing"], line = _mixing(opened, sizes["train"], batches, rows, context, in_memory_mb, shuffle_mb)
+        lines.append(line)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
 
 
-def _show_mixing(
+def _mixing(
     corpus: Corpus, sizes: array.array[int], batches: int, rows: int, context: int, in_memory_mb: int, shuffle_mb: int
-) -> None:
+) -> tuple[dict[str, Any], str]:
+    """The number of distinct documents in a batch, as numbers and as a sentence."""
     from temper_lab.data import Loader
-    from temper_lab.data.mixing import measure
-    from temper_lab.train import train_tokenizer
+    from temper_lab.data.loader import measure_mixing
+    from temper_lab.train.trainer import train_tokenizer
 
-    # Any tokenizer of about the right size will do.
+    # Mixing hardly depends on the tokenizer, so any of about the right size will do.
     tokenizer = train_tokenizer(corpus, 2048, 4_000_000)
     ratio = tokenizer.bytes_per_token(islice(corpus.texts("train"), 100))
-    options = {"rows": rows, "context": context, "in_memory_mb": in_memory_mb, "shuffle_mb": shuffle_mb}
+    options: dict[str, Any] = {"rows": rows, "context": context, "in_memory_mb": in_memory_mb, "shuffle_mb": shuffle_mb}
     with Loader(corpus, tokenizer, split="train", **options) as loader:
-        mixing = measure(loader.stream(), rows, batches, (-(-size // (ratio * context)) for size in sizes))
+        mixing = measure_mixing(loader.stream(), rows, batches, (-(-size // (ratio * context)) for size in sizes))
         order = loader.order
-    print(
+    found = {"rows": rows, "context": context, "order": order, "batches": mixing.num_batches}
+    found |= {"documents": mixing.documents, "independent": mixing.independent}
+    return found, (
         f"batches of {rows} x {context} tokens (vocabulary {tokenizer.vocab_size:,}, shuffled {order}): "
         f"{mixing.documents:.1f} documents each; {mixing.independent:.1f} in independent draws "
         f"(mean of {mixing.num_batches})"
     )
 
 
-def download(
+def data_download(
     what: Annotated[Literal["climbmix", "books"], tyro.conf.Positional] = "climbmix",
     shards: int | None = None,
     folder: Path | None = None,
     source: str | None = None,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Bring a corpus into a folder; what arrived stays, so run it again after a failure.
+    """Download a corpus into a folder. Complete files are kept, so the same command continues after a failure.
 
         temper data download --shards 8
         temper data download --shards 60 --folder /data/climbmix
@@ -111,14 +122,15 @@ def download(
     compared with its SHA-256.
 
     Args:
-        what: The corpus.
-        shards: ClimbMix: how many training shards of about 100 MB and 60 million tokens; the validation shard comes
-            along.
-        folder: Where it goes; `data/climbmix` or `data/books` if left out.
+        what: The corpus to download.
+        shards: ClimbMix only: the number of training shards, each of about 100 MB and 60 million tokens; the validation
+            shard is always downloaded.
+        folder: The folder to write to; `data/climbmix` or `data/books` if left out.
         source: The address of a mirror, or a local folder with the same files.
+        as_json: Print JSON.
     """
     from temper_lab import data
-    from temper_lab.progress import Bar, size
+    from temper_lab.console import Bar, size
 
     if (shards is None) == (what == "climbmix"):
         expected = "expected --shards K, such as 8" if shards is None else "--shards is for climbmix"
@@ -138,30 +150,113 @@ def download(
             paths, kind = data.download_books(folder, source=source, progress=show), "verified books"
         else:
             paths, kind = data.download(shards, folder, source=source, progress=show), "shards"
+    if as_json:
+        total = sum(path.stat().st_size for path in paths)
+        print(json.dumps({"folder": str(folder), "files": [path.name for path in paths], "bytes": total}, indent=2))
+        return
     print(f"{len(paths)} {kind} in {folder}, {size(sum(path.stat().st_size for path in paths))}")
 
 
-def check(folder: Path = Path("data/books")) -> None:
-    """Compare a folder of the books with their SHA-256, changing nothing.
+def data_check(
+    folder: Path = Path("data/books"),
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Verify a folder of the books against their SHA-256, changing nothing.
 
         temper data check
         temper data check --folder /mnt/shared/books
 
     Args:
-        folder: What `temper data download books` made, or somebody's copy of it.
+        folder: The folder that `temper data download books` made, or a copy of it.
+        as_json: Print JSON.
     """
+    from temper_lab.data.download import Manifest
     from temper_lab.data.download import check as compare
-    from temper_lab.data.sources import Manifest
 
     manifest = Manifest.load("books")
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; temper data download books --folder {folder}")
     troubles = compare(manifest, folder)
-    for line in troubles:
-        print(line)
+    found = {"folder": str(folder), "books": len(manifest.files), "revision": manifest.revision}
+    if as_json:
+        print(json.dumps(found | {"troubles": troubles}, indent=2))
+    else:
+        for line in troubles:
+            print(line)
     if troubles:
         raise ValueError(
             f"{len(troubles)} of {len(manifest.files)} books in {folder} are missing or different; "
             f"fetch them again: temper data download books --folder {folder}"
         )
-    print(f"{len(manifest.files)} books in {folder}, all as in {manifest.repository} at {manifest.revision[:7]}")
+    if not as_json:
+        print(f"{len(manifest.files)} books in {folder}, all as in {manifest.repository} at {manifest.revision[:7]}")
+
+
+def tokenizer_train(
+    out: Path,
+    corpus: str = "sotu",
+    vocab_size: int = 4096,
+    max_chars: int = 0,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Train a tokenizer on the training documents of a corpus.
+
+        temper tokenizer train --out tokenizers/sotu-4k --vocab-size 4096
+
+    Set `tokenizer.path` of a recipe to that folder to use it.
+
+    Args:
+        out: The folder for tokenizer.json.
+        corpus: "sotu", a folder of parquet, txt, md or jsonl files, or one such file.
+        vocab_size: The number of tokens, including the 256 bytes and the special token.
+        max_chars: The number of characters to train on, from the start of the corpus; 0 for all.
+        as_json: Print JSON.
+    """
+    from temper_lab.data import open_corpus
+    from temper_lab.train.trainer import train_tokenizer
+
+    tokenizer = train_tokenizer(open_corpus(corpus), vocab_size, max_chars)
+    path = tokenizer.save(out)
+    if as_json:
+        found = {"path": str(path), "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{path}: {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}")
+
+
+def tokenizer_info(
+    path: Path,
+    corpus: str | None = None,
+    text: str | None = None,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Describe a tokenizer and measure how well it compresses.
+
+        temper tokenizer info --path runs/smoke --corpus sotu
+        temper tokenizer info --path tokenizers/sotu-4k --text "My fellow citizens"
+
+    Args:
+        path: A tokenizer.json, or a folder that has one, such as a run.
+        corpus: Measure bytes per token on the validation documents of this corpus.
+        text: Show the tokens of this text.
+        as_json: Print JSON.
+    """
+    from temper_lab.console import waiting
+    from temper_lab.data import open_corpus
+    from temper_lab.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path)
+    longest = int(tokenizer.token_bytes.max())
+    found: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "longest": longest}
+    found["fingerprint"] = tokenizer.fingerprint
+    lines = [f"{tokenizer.vocab_size:,} tokens of up to {longest} bytes, fingerprint {tokenizer.fingerprint}"]
+    if corpus is not None:
+        with waiting(f"encoding {corpus}"):
+            ratio = tokenizer.bytes_per_token(open_corpus(corpus).texts("val"))
+        found["bytes_per_token"] = ratio
+        lines.append(f"{ratio:.3f} bytes per token on the validation documents of {corpus}")
+    if text is not None:
+        ids = tokenizer.encode(text)
+        found["tokens"] = ids
+        lines.append(" ".join(f"{index}:{tokenizer.decode([index])!r}" for index in ids))
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))

@@ -1,4 +1,4 @@
-"""`temper gpu-check`: are the GPU kernels right on this GPU, and how fast?"""
+"""`temper gpu-check`: checks the GPU kernels on this GPU and times them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None = None) -> int:
-    """Check the Triton kernels on this GPU, then time them; one file to send in, in about five minutes.
+    """Check the Triton kernels on this GPU, then time them; takes about five minutes and writes one file to send in.
 
     Every operation is compared with its definition in float64, outputs and gradients, and run twice for equal bits. If
     one is wrong nothing is timed, and the exit code is 1. Then every operation is timed with a cold cache, beside
@@ -18,8 +18,8 @@ def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None 
 
     Args:
         out: The report, as JSON.
-        rounds: Times that every operation is timed; medians are reported.
-        tune: Try other tiles as well, and write the fastest to this file, for the variable TEMPER_TILES.
+        rounds: The number of times each operation is timed; medians are reported.
+        tune: Try other tile sizes too, and write the fastest to this file for the variable TEMPER_TILES.
     """
     from temper.ops import gpu
     from temper_lab.bench import gpu as measure

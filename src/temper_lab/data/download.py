@@ -1,32 +1,242 @@
-"""ClimbMix from the hub, books from GitHub: files that resume, are verified, and land by rename."""
+"""Downloads of ClimbMix and the books: transfers resume, are verified, and get their name when complete."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
-from temper_lab.data.formats import open_parquet
-from temper_lab.data.sources import (
-    DownloadError,
-    Info,
-    Manifest,
-    Pace,
-    Source,
-    SourceError,
-    find_github,
-    find_source,
-    sha256_of,
-)
+from temper_lab.data.corpus import open_parquet
 from temper_lab.io import fsync, open_new
+
+COPY_BYTES = 1 << 20
+
+
+class DownloadError(ValueError):
+    """A file did not arrive. The bytes that did arrive are kept, and the next attempt continues from them."""
+
+
+class SourceError(Exception):
+    """A source stopped answering; another attempt may succeed."""
+
+
+class Pace:
+    """Raises SourceError when a transfer stays below a minimum rate for some time."""
+
+    def __init__(self, *, seconds: float = 60.0, rate: int = 2_000) -> None:
+        self.seconds, self.rate = seconds, rate
+        self._since, self._before = time.monotonic(), 0
+
+    def check(self, done: int) -> None:
+        """Checks the rate, given the bytes that have arrived so far."""
+        now = time.monotonic()
+        if now - self._since < self.seconds:
+            return
+        if done - self._before < self.rate * self.seconds:
+            raise SourceError(f"it sends less than {self.rate:,} bytes a second")
+        self._since, self._before = now, done
+
+
+@dataclass(frozen=True)
+class Info:
+    """The size and hash that a source gives for a file."""
+
+    size: int
+    sha256: str | None = None
+
+
+class Source(Protocol):
+    """A source of files."""
+
+    def info(self, names: list[str]) -> dict[str, Info]:
+        """The known facts about those of the files that exist."""
+
+    def open(self, name: str, offset: int) -> AbstractContextManager[tuple[int, Iterator[bytes]]]:
+        """The bytes of a file from an offset on, and the offset at which they really start."""
+
+
+class Hub:
+    """A data set on the Hugging Face hub, or on a mirror of it."""
+
+    def __init__(self, repo: str, endpoint: str | None = None) -> None:
+        self.repo = repo
+        self.endpoint = endpoint
+
+    @property
+    def _token(self) -> bool | None:
+        """The token to send: the user's own for the hub, none for a mirror."""
+        return None if self.endpoint is None else False
+
+    def __str__(self) -> str:
+        return f"{self.endpoint or 'https://huggingface.co'}/datasets/{self.repo}"
+
+    def info(self, names: list[str]) -> dict[str, Info]:
+        import huggingface_hub
+
+        api = huggingface_hub.HfApi(endpoint=self.endpoint, token=self._token)
+        found = {}
+        with _network():
+            for start in range(0, len(names), 100):
+                for file in api.get_paths_info(self.repo, names[start : start + 100], repo_type="dataset"):
+                    if isinstance(file, huggingface_hub.RepoFile):
+                        found[file.path] = Info(file.size, file.lfs.sha256 if file.lfs else None)
+        return found
+
+    @contextmanager
+    def open(self, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        import huggingface_hub
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = huggingface_hub.hf_hub_url(self.repo, name, repo_type="dataset", endpoint=self.endpoint)
+        # Offsets into a compressed transfer would not be offsets into the file.
+        headers = {**build_hf_headers(token=self._token), "Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
+        with _network(), get_session().stream("GET", url, headers=headers, timeout=60) as response:
+            hf_raise_for_status(response)
+            # A server that does not support ranges answers 200 and starts from the beginning. Nothing is decompressed,
+            # whatever the server declares, and chunks are passed on as they arrive, so that a slow transfer is noticed.
+            yield (offset if response.status_code == 206 else 0), response.iter_raw()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Files of a GitHub repository that a corpus is made of.
+
+    Args:
+        host: the host that serves raw files.
+        revision: a commit.
+        paths: the path of every file in the repository.
+        files: the expected size and hash of every file, by its local name.
+    """
+
+    host: str
+    repository: str
+    revision: str
+    paths: Mapping[str, str]
+    files: Mapping[str, Info]
+
+    @classmethod
+    def load(cls, name: str) -> Manifest:
+        """Loads one of the manifests in this package."""
+        content = json.loads((resources.files("temper_lab.data") / f"{name}.json").read_text(encoding="utf-8"))
+        paths = {file["name"]: file["path"] for file in content["files"]}
+        files = {file["name"]: Info(file["size"], file["sha256"]) for file in content["files"]}
+        return cls(content["host"], content["repository"], content["revision"], paths, files)
+
+
+class GitHub:
+    """The files of a manifest, from GitHub or a mirror of it."""
+
+    def __init__(self, manifest: Manifest, host: str | None = None) -> None:
+        self.manifest, self.host = manifest, (host or manifest.host).rstrip("/")
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.manifest.repository}"
+
+    def info(self, names: list[str]) -> dict[str, Info]:
+        return {name: self.manifest.files[name] for name in names}
+
+    @contextmanager
+    def open(self, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        from huggingface_hub.utils import get_session
+
+        path = urllib.parse.quote(self.manifest.paths[name])
+        url = f"{self.host}/{self.manifest.repository}/{self.manifest.revision}/{path}"
+        headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
+        client = get_session()
+        with _network(), client.stream("GET", url, headers=headers, timeout=60, follow_redirects=True) as response:
+            if response.status_code >= 400:
+                kind = SourceError if _is_passing(response.status_code) else DownloadError
+                raise kind(f"{url} answered {response.status_code} {response.reason_phrase}")
+            yield (offset if response.status_code == 206 else 0), response.iter_raw()
+
+
+class Folder:
+    """A local folder with the same files, such as a copy on a shared disk."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def info(self, names: list[str]) -> dict[str, Info]:
+        if not self.path.is_dir():
+            raise SourceError("no such folder")
+        files = {name: self.path / name for name in names}
+        return {name: Info(path.stat().st_size, sha256_of(path)) for name, path in files.items() if path.is_file()}
+
+    @contextmanager
+    def open(self, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        with open(self.path / name, "rb") as file:
+            file.seek(offset)
+            yield offset, iter(lambda: file.read(COPY_BYTES), b"")
+
+
+def find_source(source: str | Path | Source | None, repo: str) -> Source:
+    if source is None:
+        return Hub(repo)
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        return Hub(repo, source)
+    return Folder(source) if isinstance(source, str | Path) else source
+
+
+def find_github(source: str | Path | Source | None, manifest: Manifest) -> Source:
+    if source is None or (isinstance(source, str) and source.startswith(("http://", "https://"))):
+        return GitHub(manifest, source)
+    return Folder(source) if isinstance(source, str | Path) else source
+
+
+@contextmanager
+def _network() -> Iterator[None]:
+    """Turns errors of the hub's library and the HTTP library below it into SourceError or DownloadError."""
+    from huggingface_hub.utils import HfHubHTTPError
+
+    try:
+        yield
+    except (DownloadError, SourceError):
+        raise
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status is not None and not _is_passing(status):
+            raise DownloadError(f"the hub refused: {_line(error)}") from error
+        raise SourceError(_line(error)) from error
+    except OSError as error:
+        raise SourceError(_line(error)) from error
+    except Exception as error:
+        # The hub's library has changed HTTP libraries between versions; the base class of their errors has the same
+        # name.
+        if not any(base.__name__ in ("HTTPError", "TransportError") for base in type(error).__mro__):
+            raise
+        raise SourceError(f"{type(error).__name__}: {_line(error)}") from error
+
+
+def _is_passing(status: int) -> bool:
+    """True if an HTTP error is worth another attempt."""
+    return status >= 500 or status in (408, 429)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 REPO = "karpathy/climbmix-400b-shuffle"
 LAST_SHARD = 6542
-# Seconds before each further attempt at a file that stopped arriving; any progress starts the list again.
+# Seconds to wait before each further attempt at a file. Any progress starts the list again.
 PAUSES = (1.0, 4.0, 15.0)
 PROGRESS = 500
 
@@ -47,9 +257,9 @@ def download(
     last_shard: int = LAST_SHARD,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Brings the first `shards` training shards and the validation shard into a folder.
+    """Downloads the first `shards` training shards and the validation shard into a folder.
 
-    Intact files stay, corrupt ones are fetched again, and half of one never has its final name.
+    Intact files are kept, corrupt ones are fetched again, and a partial file never has its final name.
 
     Args:
         source: None for the hub, the address of a mirror, or a local folder laid out like the data set.
@@ -57,7 +267,7 @@ def download(
         progress: called with the bytes done and the bytes in total.
     """
     if not 1 <= shards <= last_shard:
-        raise ValueError(f"shards is {shards}; expected 1 to {last_shard} (the validation shard comes along)")
+        raise ValueError(f"shards is {shards}; expected 1 to {last_shard} (the validation shard is added)")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     where = find_source(source, repo)
@@ -72,7 +282,7 @@ def download(
     if missing := [name for name in names if name not in known]:
         raise DownloadError(f"{where} has no {', '.join(missing[:3])}; expected the layout of {REPO}")
 
-    # Whatever else the source has told of, only what was asked for is fetched.
+    # Only the requested files are fetched, whatever else the source lists.
     _fetch_all(where, folder, {name: known[name] for name in names}, progress)
     return paths
 
@@ -80,7 +290,7 @@ def download(
 def download_books(
     folder: str | Path, *, source: str | Path | Source | None = None, progress: Progress | None = None
 ) -> list[Path]:
-    """Brings the books of the manifest into a folder, each verified by its SHA-256; files of other names stay.
+    """Downloads the books of the manifest into a folder, each verified by its SHA-256; files of other names stay.
 
     Args:
         source: None for GitHub, the address of a mirror, or a local folder with the same files.
@@ -94,7 +304,7 @@ def download_books(
             found = where.info(list(manifest.files))
         except SourceError as error:
             raise DownloadError(f"cannot read {where} ({error}); expected a folder with the books") from error
-        # Before anything is written.
+        # Checked before anything is written.
         if wrong := [name for name, info in manifest.files.items() if found.get(name) != info]:
             state = "other text" if wrong[0] in found else "missing"
             raise DownloadError(
@@ -106,7 +316,7 @@ def download_books(
 
 
 def check(manifest: Manifest, folder: str | Path) -> list[str]:
-    """What is wrong with a folder that should hold the files of a manifest, a line for each file; reads only."""
+    """Describes every file of a manifest that is missing or wrong in a folder, one line per file; changes nothing."""
     found = []
     for name, info in manifest.files.items():
         path = Path(folder) / name
@@ -117,7 +327,7 @@ def check(manifest: Manifest, folder: str | Path) -> list[str]:
 
 
 def _fetch_all(where: Source, folder: Path, known: Mapping[str, Info], progress: Progress | None) -> None:
-    """Brings those files that are not there yet, or not intact."""
+    """Fetches the files that are missing or not intact."""
     paths = [folder / name for name in known]
     wanted = [path for path in paths if not path.exists() or _trouble(path, known[path.name])]
     total = sum(known[path.name].size for path in wanted)
@@ -131,14 +341,14 @@ def _fetch_all(where: Source, folder: Path, known: Mapping[str, Info], progress:
 
 
 def _fetch(where: Source, path: Path, info: Info, report: Callable[[int], object]) -> None:
-    """Brings one file under its name, from where an earlier attempt stopped."""
-    # Hidden, so that no corpus takes it for a shard.
+    """Fetches one file, continuing an earlier attempt."""
+    # The name is hidden, so that no corpus takes the partial file for a shard.
     part = path.with_name(f".{path.name}.part")
     resumed = part.exists()
     _receive(where, part, info, report)
     trouble = _trouble(part, info)
     if trouble and resumed:
-        # The beginning was of another day, or broken.
+        # The partial file was of another version, or damaged.
         part.unlink()
         _receive(where, part, info, report)
         trouble = _trouble(part, info)
@@ -152,7 +362,7 @@ def _fetch(where: Source, path: Path, info: Info, report: Callable[[int], object
 
 
 def _receive(where: Source, part: Path, info: Info, report: Callable[[int], object]) -> None:
-    """Appends to a partial file until it has its size, patiently."""
+    """Appends to a partial file until it has its full size, with several attempts."""
     name = part.name[1:-5]
     pauses = list(PAUSES)
     with open_new(part) as file:
@@ -165,7 +375,7 @@ def _receive(where: Source, part: Path, info: Info, report: Callable[[int], obje
                     pace = Pace()
                     for chunk in chunks:
                         if file.tell() + len(chunk) > info.size:
-                            # Nobody knows what the beginning is worth.
+                            # After an overlong answer, the bytes so far cannot be trusted.
                             part.unlink()
                             raise DownloadError(f"{name} from {where} has more than the {info.size:,} bytes announced")
                         _write(file, chunk)
@@ -175,7 +385,7 @@ def _receive(where: Source, part: Path, info: Info, report: Callable[[int], obje
                     raise SourceError(f"it ended after {file.tell():,} of {info.size:,} bytes")
                 break
             except SourceError as error:
-                # A byte now and then is no progress.
+                # A byte now and then does not count as progress.
                 pauses = list(PAUSES) if file.tell() - before > PROGRESS else pauses
                 if not pauses:
                     message = f"{name} from {where} stopped at {file.tell():,} bytes ({error}). "
@@ -194,12 +404,12 @@ def _write(file: BinaryIO, chunk: bytes) -> None:
     try:
         file.write(chunk)
     except OSError as error:
-        # A full disk is not a bad line: no further attempt.
+        # A full disk is not a network error, so there is no further attempt.
         raise DownloadError(f"cannot write {file.name} ({error.strerror}). Make room, and run it again.") from error
 
 
 def _trouble(path: Path, info: Info | None) -> str | None:
-    """What is wrong with a file, or None."""
+    """Describes the fault of a file, or None."""
     size = path.stat().st_size
     if info is not None and size != info.size:
         return f"it has {size:,} bytes, expected {info.size:,}"

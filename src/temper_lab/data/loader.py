@@ -7,26 +7,29 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from temper_lab.console import Bar, size
 from temper_lab.data.corpus import Corpus
-from temper_lab.data.reader import Reader
-from temper_lab.data.stream import Place, Stream, Window
-from temper_lab.progress import Bar, size
+from temper_lab.data.reader import Place, Reader, Stream, Window
 from temper_lab.tokenizer import Tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 State = dict[str, Any]
 
-# A validation split of up to so many bytes is tokenized as a whole, and what is read is drawn from all of it.
+# A validation split of at most this many bytes is tokenized as a whole, and batches are drawn from all of it.
 VALIDATION_BYTES = 32e6
-# Seconds before waiting gets a progress bar.
+# The most rows of one batch; a small split repeats itself to fill them.
+MAX_ROWS = 1 << 16
+# Seconds after which waiting shows a progress bar.
 PATIENCE = 2.0
 
 
@@ -36,12 +39,12 @@ class Loader:
     Args:
         rows: rows per batch of this rank; the one setting that may change between saving and resuming.
         context: T; a row is packed from T + 1 ids.
-        rank, world: which of how many disjoint shares of the data.
-        cut_long: texts too long for a row become several pieces; if not, a crop drops all but their beginning.
-        in_memory_mb: a split of up to so many MB of text is held in memory as ids, and an epoch is one permutation of
-            all its pieces.
-        shuffle_mb: a larger split is shuffled in windows of so many MB of text.
-        prefetch: how many batches are made ahead.
+        rank, world: this shard of the data, and the number of disjoint shards.
+        cut_long: cut texts that are too long for a row into several pieces; otherwise only their beginning is used.
+        in_memory_mb: a split of at most this many MB of text is held in memory as ids, and an epoch is one
+            permutation of all its pieces.
+        shuffle_mb: the size, in MB of text, of the windows in which a larger split is shuffled.
+        prefetch: the number of batches to make ahead.
     """
 
     def __init__(
@@ -62,7 +65,8 @@ class Loader:
     ) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}; expected 0 to {world - 1}")
-        for name, value in (("rows", rows), ("context", context), ("prefetch", prefetch)):
+        _check_rows(rows)
+        for name, value in (("context", context), ("prefetch", prefetch)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         self.rows = rows
@@ -102,7 +106,7 @@ class Loader:
             self.prepare(is_shown=False)
             assert self._stream is not None
             self._worker = _Worker(_batches(self._stream, self.rows), self.prefetch)
-            # A loader that is dropped without `close` takes its thread along.
+            # A loader that is dropped without `close` ends its thread.
             self._finish = weakref.finalize(self, self._worker.stop)
         batch: Batch
         try:
@@ -113,32 +117,32 @@ class Loader:
         return batch
 
     def prepare(self, *, is_shown: bool = True) -> None:
-        """Reads what the next batch needs; the first batch does the same, without a progress bar."""
+        """Reads what the next batch needs, with a progress bar; without this call, the first batch reads it."""
         if self._stream is None:
             self._stream = self.stream(is_shown=is_shown)
 
     def stream(self, *, is_shown: bool = True) -> Stream:
-        """The rows that batches are made of, from the place of the next batch on."""
+        """The rows of the coming batches."""
         stream = Stream(self._reader, self.context + 1, self._place)
         _prepare(stream, is_shown)
         return stream
 
     @property
     def order(self) -> str:
-        """How the data is shuffled: "in memory", or "in windows of 128 MB"."""
+        """The kind of shuffling: "in memory", or "in windows of 128 MB"."""
         return self._reader.order
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next row is from."""
+        """The epoch of the next row."""
         return self._place.epoch
 
     def state_dict(self) -> State:
-        """The place after the last batch that was handed out, as plain JSON values."""
+        """The position after the last batch that was returned, as plain JSON values."""
         return {"made_for": dict(self._made_for), "place": dataclasses.asdict(self._place)}
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from a saved place; a ValueError if that place is in other data."""
+        """Continues from a saved position, or raises ValueError if that position is in other data."""
         if isinstance(state, dict) and "cursor" in state:
             raise ValueError(
                 "its place in the data was saved by an earlier version, which read the text in another order, so it "
@@ -162,8 +166,8 @@ class Loader:
         self._place = Place(**{**place, "carried": [list(key) for key in place["carried"]]})
 
     def close(self) -> None:
-        """Ends the background thread. Asking for another batch starts a new one at the same place."""
-        # It is ahead of what was handed out.
+        """Ends the background thread. The next batch starts a new one at the same position."""
+        # The thread is ahead of the batches that were returned.
         self._stream = None
         if self._worker is not None:
             self._worker = None
@@ -186,20 +190,27 @@ def validation_batches(
     cut_long: bool = True,
     is_shown: bool = True,
 ) -> list[Batch]:
-    """Fixed batches of the validation split, the same every time, drawn from all of it.
+    """Batches of the validation split, the same every time, drawn from all of it.
 
-    No text comes twice, so there may be fewer than `num_batches`; only a split too small for one batch repeats itself.
+    No text is used twice, so there may be fewer than `num_batches`; only a split too small for one batch repeats.
 
     Args:
-        is_shown: only one of many processes shows a progress bar.
+        is_shown: show a progress bar; false on every process but one.
     """
-    options = {"in_memory_bytes": VALIDATION_BYTES, "shuffle_bytes": VALIDATION_BYTES}
+    _check_rows(rows)
+    options: dict[str, Any] = {"in_memory_bytes": VALIDATION_BYTES, "shuffle_bytes": VALIDATION_BYTES}
     reader = Reader(corpus, tokenizer, "val", max_ids=context + 1 if cut_long else None, **options)
-    stream, taken = Stream(reader, context + 1), []
+    stream = Stream(reader, context + 1)
+    taken: list[tuple[Window, int]] = []
     _prepare(stream, is_shown)
     while len(taken) < rows * num_batches and (stream.place.epoch == 0 or len(taken) < rows):
         taken.append(next(stream))
     return [_tensors(taken[start : start + rows]) for start in range(0, len(taken) - rows + 1, rows)]
+
+
+def _check_rows(rows: int) -> None:
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"rows is {rows:,}; expected 1 to {MAX_ROWS:,}")
 
 
 def _prepare(stream: Stream, is_shown: bool) -> None:
@@ -219,7 +230,7 @@ def _prepare(stream: Stream, is_shown: bool) -> None:
 
 
 def _batches(stream: Stream, rows: int) -> Iterator[tuple[Batch, Place]]:
-    """Batches from a place on, each with the place after it."""
+    """Batches from a position on, each with the position after it."""
     while True:
         batch = _tensors(list(islice(stream, rows)))
         yield batch, stream.place
@@ -261,6 +272,45 @@ class _Worker:
     def stop(self) -> None:
         self._stopping = True
         self._room.release()
-        # The garbage collector may call this from any thread, this one too.
+        # The garbage collector may call this from any thread, including the worker's own.
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Means over some batches.
+
+    Args:
+        documents: the number of distinct documents in a batch.
+        independent: the number expected if every piece of a batch were drawn independently from the whole split.
+    """
+
+    num_batches: int
+    documents: float
+    independent: float
+
+
+def measure_mixing(stream: Stream, rows: int, num_batches: int, pieces_per_document: Iterable[float]) -> Mixing:
+    """Counts documents in the first batches of a stream, at most an epoch of them.
+
+    Args:
+        rows: rows per batch.
+        pieces_per_document: the pieces of each document of the split, in any order.
+    """
+    found: list[int] = []
+    pieces: list[int] = []
+    while len(found) < num_batches and stream.place.epoch == 0:
+        members = [member for window, row in islice(stream, rows) for member in window.members(row)]
+        found.append(len({int(group.documents[index]) for group, index in members}))
+        pieces.append(len(members))
+    weights = np.fromiter(pieces_per_document, dtype=np.float64)
+    independent = [expected_distinct(weights, num) for num in pieces]
+    return Mixing(len(found), float(np.mean(found)), float(np.mean(independent)))
+
+
+def expected_distinct(weights: NDArray[np.float64], num_draws: int) -> float:
+    """The expected number of distinct documents in independent draws with probabilities proportional to weights."""
+    # Equal weights are computed once: there are few different ones, however many documents there are.
+    values, counts = np.unique(weights, return_counts=True)
+    return float((counts * (1 - (1 - values / weights.sum()) ** num_draws)).sum())

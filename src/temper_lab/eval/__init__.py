@@ -1,4 +1,4 @@
-"""What a trained model is worth."""
+"""Evaluation of trained models."""
 
 from temper_lab.eval.bpb import Bpb, bits_per_byte
 

@@ -1,4 +1,4 @@
-"""Bits per byte: how many bits a model needs for a byte of text, whatever its tokenizer.
+"""Bits per byte: the bits that a model needs for a byte of text, independent of its tokenizer.
 
 bpb = sum of nats / (ln 2 x sum of bytes), over the targets that stand for bytes.
 """
@@ -24,10 +24,10 @@ class Bpb:
     """The sums behind a number of bits per byte.
 
     Args:
-        nats: over targets that stand for bytes.
-        num_bytes: of those targets.
-        num_tokens: how many those are.
-        loss: mean nats of all targets, the special ones included.
+        nats: the sum of losses over targets that stand for bytes.
+        num_bytes: the bytes of those targets.
+        num_tokens: the number of those targets.
+        loss: the mean loss in nats over all targets, including special tokens.
     """
 
     nats: float
@@ -50,20 +50,20 @@ def bits_per_byte(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Bpb:
-    """Bits per byte over all batches, which the processes of a world share among them.
+    """Bits per byte over all batches, which are divided among the processes.
 
     Args:
         model: called with ids, `targets_BT` and `reduction="none"`, as a `GPT` is.
         batches: the same on every process.
         token_bytes: the bytes of every id, 0 for special tokens.
-        progress: called with the number of batches done here.
+        progress: called with the number of batches done by this process.
     """
     if not batches:
         raise ValueError("no batches to measure bits per byte on")
     world = world or World()
     sums = torch.zeros(5, dtype=torch.float64, device=world.device)
     token_bytes = token_bytes.to(world.device)
-    # Sharded models exchange weights in every pass, so everybody makes equally many, some for nothing.
+    # Sharded models communicate in every pass, so every process makes the same number, some of them without data.
     for turn in range(-(-len(batches) // world.size)):
         index = turn * world.size + world.rank
         ids, targets = (part.to(world.device) for part in batches[index % len(batches)])

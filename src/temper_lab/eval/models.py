@@ -11,28 +11,26 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from temper_lab.checkpoint.model_folder import FORMAT
 from temper_lab.engine import KVCache
-from temper_lab.io import read_json
-from temper_lab.load import load
+from temper_lab.interop.hf_folder import is_hf_folder
 from temper_lab.model import GPT
-from temper_lab.model.loss import chunk_size
-from temper_lab.run import RunFolder
+from temper_lab.model.functional import chunk_size
 from temper_lab.tokenizer import Tokenizer
+from temper_lab.train.model_dir import load
 
-# Other people's models may read 100,000 tokens; bits per byte are not meant to.
+# Some models read 100,000 tokens, which is too much for bits per byte.
 MAX_CONTEXT = 2048
 
 
 class LanguageModel(Protocol):
-    """What an evaluation asks of a model.
+    """The interface of a model that can be evaluated.
 
     Args:
-        limit: tokens that it reads at most.
+        limit: the most tokens that it reads.
         can_share: whether `remember` may be called.
-        max_tokens: how many, padding included, fit one pass.
-        pass_cost: what a pass costs beside its tokens, in tokens.
-        notes: what a reader of the results should know.
+        max_tokens: the most tokens of one pass, including padding.
+        pass_cost: the fixed cost of a pass, in tokens.
+        notes: remarks for readers of the results.
     """
 
     limit: int
@@ -45,44 +43,33 @@ class LanguageModel(Protocol):
         """The tokens of every text, after a BOS."""
 
     def remember(self, prefix_BP: Tensor, repeats: Sequence[int], room: int) -> Any:
-        """Reads beginnings of equal length; each is remembered for so many rows, which go on for `room` tokens."""
+        """Reads prefixes of equal length and caches each for a number of rows, which continue for `room` tokens."""
 
     def logits(self, ids_RT: Tensor, rows: Tensor, columns: Tensor, memory: Any = None) -> Iterator[Tensor]:
-        """The logits (n, V) after the tokens at some places, a few places at a time; rows may go on from a memory."""
+        """The logits (n, V) at some positions, a few positions at a time; rows may continue from a cache."""
 
     def fingerprint(self) -> str:
-        """A hash of everything that decides the numbers."""
-
-
-def is_theirs(path: Path) -> bool:
-    """Whether a path is a folder of transformers; what is neither theirs nor ours gets our error message."""
-    if RunFolder(path).is_run:
-        return False
-    try:
-        config = read_json(path / "config.json", allow_nan=True)
-        return "model_type" in config and config.get("format") != FORMAT
-    except ValueError:
-        return False
+        """A hash of everything that determines the numbers."""
 
 
 def open_model(path: str | Path, *, device: torch.device | str = "cpu") -> LanguageModel:
-    """A model folder, the folder of a run, or a Hugging Face folder with a causal language model and its tokenizer."""
+    """Opens a model folder, the folder of a run, or a Hugging Face folder with a causal language model."""
     path = Path(path)
-    if not is_theirs(path):
-        return Ours(*load(path, device=device))
-    from temper_lab.eval.hugging_face import Theirs, load_theirs
+    if not is_hf_folder(path):
+        return LabModel(*load(path, device=device))
+    from temper_lab.eval.hugging_face import HFModel, load_hf
 
-    return Theirs(*load_theirs(path, device=device))
+    return HFModel(*load_hf(path, device=device))
 
 
 class Losses(NamedTuple):
-    """What bits per byte need of a model.
+    """The interface of a model for bits per byte.
 
     Args:
         losses: called with ids, `targets_BT` and `reduction="none"`.
-        tokenizer: with `bos`, `encode_batch` and `token_bytes`.
-        limit: tokens that the model reads at most.
-        context: tokens that it reads unless asked otherwise.
+        tokenizer: an object with `bos`, `encode_batch` and `token_bytes`.
+        limit: the most tokens that the model reads.
+        context: the tokens that it reads by default.
     """
 
     losses: Any
@@ -92,20 +79,20 @@ class Losses(NamedTuple):
 
 
 def open_losses(path: str | Path, *, device: torch.device | str = "cpu") -> Losses:
-    """The same folders as `open_model` takes, for bits per byte."""
+    """Opens the folders that `open_model` takes, for bits per byte."""
     path = Path(path)
-    if not is_theirs(path):
+    if not is_hf_folder(path):
         network, tokenizer = load(path, device=device)
         return Losses(network, tokenizer, network.config.context, network.config.context)
-    from temper_lab.eval.hugging_face import ByteTokenizer, TokenLosses, limit_of, load_theirs
+    from temper_lab.eval.hugging_face import ByteTokenizer, TokenLosses, limit_of, load_hf
 
-    theirs, their_tokenizer = load_theirs(path, device=device)
+    theirs, their_tokenizer = load_hf(path, device=device)
     limit = limit_of(theirs)
     losses = TokenLosses(theirs, their_tokenizer.num_ids)
     return Losses(losses, ByteTokenizer(their_tokenizer), limit, min(limit, MAX_CONTEXT))
 
 
-class Ours:
+class LabModel:
     """A model of this lab."""
 
     can_share = True
@@ -128,7 +115,7 @@ class Ours:
 
     def logits(self, ids_RT: Tensor, rows: Tensor, columns: Tensor, memory: KVCache | None = None) -> Iterator[Tensor]:
         x_RTD = self.network.features(ids_RT.to(self._device), memory)
-        # Of all logits only those before a scored token are ever made.
+        # Only the logits before a scored token are computed.
         for part_nD in x_RTD[rows.to(self._device), columns.to(self._device)].split(chunk_size(self._device)):
             yield self.network.logits(part_nD)
 
@@ -138,7 +125,7 @@ class Ours:
 
 
 def sizes(device: torch.device) -> tuple[int, int]:
-    """The tokens of one pass, and what a pass costs beside them: a GPU wants to be filled, a CPU has a small cache."""
+    """The tokens of one pass and the fixed cost of a pass: a GPU should be filled, a CPU has a small cache."""
     return (65_536, 4_096) if device.type == "cuda" else (2_048, 64)
 
 

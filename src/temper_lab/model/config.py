@@ -1,4 +1,4 @@
-"""What a model is built from: depth and width, and the routing."""
+"""The configuration of a model: its backbone and its routing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from operator import ne
 from typing import Any
 
 import temper
-from temper.registry import unknown
+from temper.registry import check_int, is_int, unknown
 from temper_lab.io import brief
+from temper_lab.method import Method
 
 WIDTH_PER_DEPTH = 64
-# Far beyond every model there is, and low enough that a slip of the keyboard is an error and not an hour of building.
+# Far beyond any model, and low enough that a typing error is refused instead of built for an hour.
 LARGEST = {"depth": 1_024, "vocab_size": 1 << 24, "context": 1 << 24, "head_dim": 1 << 16, "num_streams": 1_024}
 
 
@@ -22,19 +23,19 @@ class ModelConfig:
 
     Args:
         depth: the number of blocks.
-        vocab_size: how many ids there are, special tokens included.
+        vocab_size: the number of ids, including special tokens.
         context: the longest sequence, in tokens.
-        head_dim: of every attention head.
-        preset: a name of `temper.PRESETS`.
+        head_dim: the width of every attention head.
+        preset: a name of `temper.PRESETS`, or a method such as `mhc:generator=cp:rank=2`: `router` gets its overrides.
         num_streams: N. The residual preset has one stream, whatever N is asked for.
         router: overrides of the preset as `temper.preset` takes them, in the form that JSON and TOML hold.
         routers: further overrides by site, {"3": {"rank": 4}}: site 2l is the attention of block l and 2l + 1 its MLP.
-        rope_base: of the rotary position embedding.
-        checkpoint_blocks: keep only what enters a block for the backward pass and compute the rest
-            again: less memory, a third more time, the same gradients.
-        recompute: keep only some of the streams for the backward pass and mix the others again
+        rope_base: the base of the rotary position embedding.
+        checkpoint_blocks: save only the input of a block for the backward pass and recompute the rest:
+            less memory, a third more time, the same gradients.
+        recompute: save only some of the streams for the backward pass and recompute the others
             (`temper.recompute`): less memory, a little more time, the same gradients.
-        width: of the residual stream, a multiple of head_dim; 0 for 64 x depth, rounded up to whole heads.
+        width: the width of the residual stream, a multiple of head_dim; 0 for 64 x depth, rounded up to whole heads.
     """
 
     depth: int
@@ -52,13 +53,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-                raise ValueError(f"{name} is {brief(value)}; expected a whole number >= 1 and <= {largest:,}")
+            check_int(name, getattr(self, name), 1, largest)
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; expected an even number: positions rotate pairs")
         width = self.width
-        if isinstance(width, bool) or not isinstance(width, int) or width < 0 or width % self.head_dim:
+        if not is_int(width) or width < 0 or width % self.head_dim:
             raise ValueError(
                 f"width is {brief(width)}; expected a multiple of head_dim {self.head_dim}, "
                 f"or 0 for {WIDTH_PER_DEPTH} x depth rounded up to whole heads"
@@ -74,6 +73,8 @@ class ModelConfig:
         if not isinstance(self.router, Mapping):
             raise ValueError(f"router is {brief(self.router)}; expected a mapping of overrides for temper.preset")
         object.__setattr__(self, "router", {key: _plain(value) for key, value in self.router.items()})
+        if ":" in self.preset:
+            self._take_method(Method.parse(self.preset))
         object.__setattr__(self, "routers", self._checked_routers())
         self._check_routing()
 
@@ -95,7 +96,7 @@ class ModelConfig:
         return 2 * self.num_layers
 
     def routing(self, site: int | None = None) -> temper.RouterConfig:
-        """The configuration of one site, or of all that `routers` does not name; its `num_streams` is the true N."""
+        """The configuration of one site, or of those without an entry in `routers`; its `num_streams` is the true N."""
         overrides = {**self.router, **self.routers.get(str(site), {})}
         return temper.preset(self.preset, num_streams=self.num_streams, dim=self.dim, **overrides)
 
@@ -115,19 +116,35 @@ class ModelConfig:
         assert changed.routings() == list(routings)
         return changed
 
+    @property
+    def method(self) -> str:
+        """The routing as people write it, such as `temper-cp:rank=8`."""
+        own = f" ({len(self.routers)} sites differ)" if self.routers else ""
+        return f"{Method.of(self.preset, self.router)}{own}"
+
+    def _take_method(self, method: Method) -> None:
+        """Splits a method into its preset and overrides."""
+        for option, value in method.options.items():
+            if self.router.get(option, value) != value:
+                raise ValueError(
+                    f"preset is {self.preset!r} and router has {option} = {brief(self.router[option])}; leave one out"
+                )
+        object.__setattr__(self, "preset", method.preset)
+        object.__setattr__(self, "router", {**self.router, **method.options})
+
     def _checked_routers(self) -> dict[str, Any]:
         expected = "expected overrides by the number of a site, such as {'3': {'rank': 4}}"
         if not isinstance(self.routers, Mapping):
             raise ValueError(f"routers is {brief(self.routers)}; {expected}")
         for key, overrides in self.routers.items():
-            # As it is written: "03" and "٣" are no sites.
+            # Only the plain decimal form is a site: "03" and "٣" are not.
             if not (str(key).isdecimal() and str(key) == str(int(key)) and int(key) < self.num_sites):
                 raise ValueError(
                     f"routers has a site {brief(key)}; a model of depth {self.depth} has 0 to {self.num_sites - 1}"
                 )
             if not isinstance(overrides, Mapping):
                 raise ValueError(f"routers[{key!r}] is {brief(overrides)}; {expected}")
-        # JSON has no keys but strings, and the order in which sites were named says nothing.
+        # Keys are strings, as in JSON, and sorted, because the order in which sites were named has no meaning.
         return {str(key): _plain(self.routers[key]) for key in sorted(self.routers, key=int)}
 
     def _check_routing(self) -> None:
@@ -140,7 +157,7 @@ class ModelConfig:
                 routing = self.routing(int(key))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"routers[{key!r}] is {brief(overrides)}: {error}") from error
-            # A residual site adds to all streams there are.
+            # A residual site adds to any number of streams.
             if routing.mixer is not None and routing.num_streams != usual.num_streams:
                 raise ValueError(
                     f"routers[{key!r}] has {routing.num_streams} streams and the model {usual.num_streams}; "
@@ -152,9 +169,9 @@ class ModelConfig:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold; `from_dict` reads them back."""
+        """The configuration as plain values for JSON; `from_dict` reads them back."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        # Left out where they say nothing, so that folders and recipes from before these fields stay as they are.
+        # Defaults are left out, so that configurations saved before these fields existed stay equal.
         return {name: value for name, value in values.items() if value or name not in ("routers", "width")}
 
     @classmethod
@@ -171,20 +188,20 @@ class ModelConfig:
 
 
 def _difference(routing: temper.RouterConfig, base: temper.RouterConfig) -> dict[str, Any]:
-    """The overrides that make one configuration of another of the same size."""
+    """The overrides that turn one configuration into another of the same size."""
     before = base.to_dict()
     size = ("num_streams", "dim")
     return {key: value for key, value in routing.to_dict().items() if key not in size and value != before[key]}
 
 
 def _others(routing: temper.RouterConfig, base: temper.RouterConfig) -> int:
-    """How many heads have generators of another kind: a name should tell the kind, whatever the rank."""
+    """The number of heads whose generators are of another kind, whatever their rank."""
     names = ([choice and choice.name for choice in (one.pre, one.res, one.post)] for one in (routing, base))
     return sum(map(ne, *names))
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON gives it back, so that a saved config equals the one that was saved."""
+    """The value after a round trip through JSON, so that a loaded configuration equals the saved one."""
     if isinstance(value, temper.Choice):
         value = {"name": value.name, **value.options}
     if isinstance(value, Mapping):

@@ -1,35 +1,40 @@
-"""Muon: momentum whose direction is made orthogonal, for the matrices inside the blocks."""
+"""Muon: momentum with orthogonalized updates, for the matrices inside the blocks."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-# One step maps every singular value s to a s + b s^3 + c s^5: steep at 0, and then near 1.
+from temper.registry import check_int
+
+# One step maps every singular value s to a s + b s^3 + c s^5, which is steep at 0 and stays near 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 # How many steps may run on the Gram matrix alone: its small eigenvalues, squares of small singular values, lose
 # a digit of precision in each.
 GRAM_STEPS = 3
-# From this size on, mirroring a quarter of a symmetric product is cheaper than computing it.
+# The most numbers that are orthogonalized at once; the matrices of a large model take several batches.
+MAX_BATCH = 1 << 28
+# The size from which mirroring a quarter of a symmetric product is cheaper than computing it.
 SYMMETRIC_FROM = 128
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Workspace:
-    """Scratch tensors that live from one step to the next; fresh pages would cost a quarter of the step."""
+    """Scratch tensors that are reused from step to step; fresh pages would cost a quarter of a step."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, role: str, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor; it is the caller's until the same role is taken again."""
+        """An uninitialized tensor, valid until the same role is taken again."""
         shape = tuple(shape)
         size, key = math.prod(shape), (role, dtype, device)
         if key not in self._flat or self._flat[key].numel() < size:
@@ -38,29 +43,29 @@ class Workspace:
 
 
 def orthogonalize(batch_BMN: Tensor, *, steps: int = 5, eps: float = 1e-7, space: Workspace | None = None) -> Tensor:
-    """U V^T, roughly, of every matrix U S V^T of a batch, by Newton-Schulz steps in the dtype of the batch.
+    """Approximates U V^T for every matrix U S V^T of a batch, by Newton-Schulz steps in the batch's dtype.
 
     The batch is used as scratch, and the answer may live in `space`.
     """
     space = space or Workspace()
     num, rows, cols = batch_BMN.shape
-    options = {"dtype": batch_BMN.dtype, "device": batch_BMN.device}
-    other = space.take("other", batch_BMN.shape, **options)
-    # Views, so that the Gram matrix is on the short side; a matmul reads and writes transposed memory as well.
+    take = partial(space.take, dtype=batch_BMN.dtype, device=batch_BMN.device)
+    other = take("other", batch_BMN.shape)
+    # Transposed views put the Gram matrix on the short side; a matmul handles transposed memory as well.
     x, y = (batch_BMN.mT, other.mT) if rows > cols else (batch_BMN, other)
     short, long = x.shape[-2:]
 
     def square(role: str) -> Tensor:
-        return space.take(role, (num, short, short), **options)
+        return take(role, (num, short, short))
 
     def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-        """left @ right where that is symmetric: three quarters are computed, and the last one is mirrored."""
+        """left @ right where it is symmetric: three quarters are computed, the last one is mirrored."""
         if short < SYMMETRIC_FROM:
             return torch.bmm(left, right, out=out)
         middle = short // 2
-        # Buffers of their own: into a strided view, a batched matmul works through the batch one by one.
-        top = space.take("top", (num, middle, short), **options)
-        corner = space.take("corner", (num, short - middle, short - middle), **options)
+        # Separate buffers: a batched matmul into a strided view processes the batch one by one.
+        top = take("top", (num, middle, short))
+        corner = take("corner", (num, short - middle, short - middle))
         torch.bmm(left[:, :middle], right, out=top)
         torch.bmm(left[:, middle:], right[:, :, middle:], out=corner)
         out[:, :middle], out[:, middle:, middle:] = top, corner
@@ -77,7 +82,7 @@ def orthogonalize(batch_BMN: Tensor, *, steps: int = 5, eps: float = 1e-7, space
     for _ in range(steps):
         product(x, x.mT, gram)
         if x.dtype == torch.bfloat16:
-            # Half precision would lose the polynomial beside the 3.4 on its diagonal.
+            # In half precision the 3.4 on the diagonal would swamp the polynomial.
             torch.baddbmm(gram, gram, gram, beta=B, alpha=C, out=poly)
             torch.baddbmm(x, poly, x, beta=A, out=y)
         else:
@@ -87,7 +92,7 @@ def orthogonalize(batch_BMN: Tensor, *, steps: int = 5, eps: float = 1e-7, space
 
 
 def _polynomial(gram: Tensor, scratch: Tensor, out: Tensor, product: Product) -> Tensor:
-    """a + b G + c G^2 as a + G (b + c G): plain products, where adding to one would copy first."""
+    """a + b G + c G^2 as a + G (b + c G), with plain products: a fused addition would copy first."""
     torch.mul(gram, C, out=scratch).diagonal(dim1=-2, dim2=-1).add_(B)
     product(gram, scratch, out).diagonal(dim1=-2, dim2=-1).add_(A)
     return out
@@ -118,6 +123,20 @@ def _on_gram(
     return x if x.shape == batch_BMN.shape else x.mT
 
 
+def orthogonalize_flops(rows: int, cols: int, *, steps: int = 5, dtype: torch.dtype = torch.float32) -> float:
+    """Floating point operations of `orthogonalize` for one matrix; of a symmetric product, three quarters."""
+    short, long = sorted((rows, cols))
+    square, wide = 2 * short**3, 2 * short**2 * long
+    saved = 0.75 if short >= SYMMETRIC_FROM else 1.0
+    if dtype == torch.bfloat16:
+        return steps * (saved * wide + square + wide)
+    if long < 2 * short:
+        return steps * (saved * (wide + square) + wide)
+    # On the Gram matrix: a polynomial in every step, its product with those before, and the next Gram matrix.
+    runs = [min(steps - start, GRAM_STEPS) for start in range(0, steps, GRAM_STEPS)]
+    return sum(saved * (wide + (run + 3 * (run - 1)) * square) + wide for run in runs)
+
+
 class Muon(torch.optim.Optimizer):
     """W <- W - lr sqrt(max(1, rows/cols)) orthogonal(momentum), for two-dimensional weights of hidden layers.
 
@@ -125,8 +144,8 @@ class Muon(torch.optim.Optimizer):
     (FSDP2) are gathered, and every rank keeps its shard of the same result.
 
     Args:
-        momentum: the running mean keeps this much of itself; Nesterov looks one gradient ahead of it.
-        eps: the least norm that an update is divided by.
+        momentum: the decay of the running mean, with Nesterov's look-ahead.
+        eps: the smallest norm to divide an update by.
     """
 
     def __init__(
@@ -145,8 +164,7 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"{name} is {value!r}; expected a number >= 0")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}; expected a number in [0, 1)")
-        if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or ns_steps < 1:
-            raise ValueError(f"ns_steps is {ns_steps!r}; expected a whole number >= 1")
+        check_int("ns_steps", ns_steps, 1)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -182,7 +200,9 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     buckets[tuple(parameter.shape), parameter.dtype, parameter.device].append(parameter)
             for bucket in buckets.values():
-                self._step_bucket(bucket, group)
+                count = max(1, MAX_BATCH // bucket[0].numel())
+                for start in range(0, len(bucket), count):
+                    self._step_bucket(bucket[start : start + count], group)
         return loss
 
     def _step_bucket(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -190,7 +210,7 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             if "momentum" not in self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-        grads = [local(parameter.grad) for parameter in parameters]
+        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         means = [local(self.state[parameter]["momentum"]) for parameter in parameters]
         torch._foreach_lerp_(means, grads, 1 - momentum)
 
@@ -208,24 +228,25 @@ class Muon(torch.optim.Optimizer):
             shard = local(parameter)
             if group["weight_decay"]:
                 shard.mul_(1 - group["lr"] * group["weight_decay"])
-            shard.add_(_sharded(update, parameter), alpha=-scaled_lr)
+            shard.add_(shard_like(update, parameter), alpha=-scaled_lr)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: what elementwise work needs."""
+    """This rank's part of a tensor, for elementwise operations."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gathered(shard: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return shard
-    # Uneven shards exist, so the full shape is not a multiple of this one's.
+    # Shards may be uneven, so the full shape cannot be computed from this one's.
     whole = DTensor.from_local(shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
     return whole.full_tensor()
 
 
-def _sharded(whole: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return whole
-    # Every rank computed the same whole, so there is nothing to send: each cuts out its own part.
-    return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has whole, or that is sharded as `like` is already."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return local(tensor)
+    # There is nothing to send: each rank cuts out its own part.
+    return local(distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None))

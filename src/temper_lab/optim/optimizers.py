@@ -1,4 +1,4 @@
-"""All optimizers of a model as one: groups, learning rates, schedule, clipping, state."""
+"""Muon for block matrices and AdamW for the rest: which parameter goes where, learning rates and schedules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+import temper
 from temper.gates import with_vector_gates
-from temper_lab.optim.groups import GROUPS, assign
-from temper_lab.optim.muon import Muon, local
+from temper.param_groups import plain_name
+from temper.registry import check_int
+from temper_lab.optim.muon import Muon, local, shard_like
+
+GROUPS = ("matrix", "embedding", "head", "routing", "vector")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP and torch.compile; checkpoints must not depend on the names that they add."""
+    while isinstance(model, nn.parallel.DistributedDataParallel | torch._dynamo.OptimizedModule):
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
+    return model
+
+
+def assign(
+    model: nn.Module, *, embeddings: Sequence[str] = (), heads: Sequence[str] | None = None
+) -> dict[str, dict[str, nn.Parameter]]:
+    """Every trainable parameter by name, in the group of `GROUPS` where `temper.param_groups` has it.
+
+    Args:
+        embeddings, heads: patterns of names that decide instead.
+    """
+    model = unwrapped(model)
+    found = temper.param_groups(model, embeddings=embeddings, heads=heads)
+    group_of = {id(parameter): group["name"] for group in found for parameter in group["params"]}
+    groups: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[group_of[id(parameter)]][plain_name(name)] = parameter
+    return groups
+
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -23,15 +53,15 @@ class OptimSettings:
     """The optimizer part of a recipe. Learning rates are for 2^19 tokens a step.
 
     Args:
-        matrix_lr: Muon, for the matrices inside the blocks.
-        embedding_lr, head_lr: AdamW, for a width of 768.
-        routing_lr: AdamW, for everything of the hyper-connections.
-        vector_lr: AdamW, for whatever else there is.
-        momentum_warmup: over how many steps Muon's momentum goes from `momentum_start` to `momentum`.
-        betas, eps: of AdamW.
-        weight_decay: of matrices, embeddings and head; routing and vectors have none.
-        warmdown: the fraction of steps, at the end, in which learning rates fall to 0.
-        clip: the largest norm of all gradients together, 0 for any.
+        matrix_lr: the learning rate of Muon, for the matrices inside the blocks.
+        embedding_lr, head_lr: the learning rates of AdamW for embedding and head, at a width of 768.
+        routing_lr: the learning rate of AdamW for all routing parameters.
+        vector_lr: the learning rate of AdamW for all other parameters.
+        momentum_warmup: the steps over which Muon's momentum rises from `momentum_start` to `momentum`.
+        betas, eps: the betas and the epsilon of AdamW.
+        weight_decay: the weight decay of matrices, embeddings and head; routing and vectors have none.
+        warmdown: the fraction of steps, at the end, over which learning rates fall to 0.
+        clip: the largest norm of all gradients together; 0 does not clip.
     """
 
     matrix_lr: float = 0.02
@@ -56,24 +86,23 @@ class OptimSettings:
                 raise ValueError(f"{name} is {value!r}; expected a finite number >= 0")
         if len(self.betas) != 2:
             raise ValueError(f"betas is {self.betas!r}; expected two numbers in [0, 1)")
-        # TOML and JSON have lists only.
+        # TOML and JSON give lists, not tuples.
         object.__setattr__(self, "betas", tuple(self.betas))
         for name, value in (("momentum", self.momentum), ("momentum_start", self.momentum_start), *_pairs(self.betas)):
             if not isinstance(value, int | float) or not 0 <= value < 1:
                 raise ValueError(f"{name} is {value!r}; expected a number in [0, 1)")
-        if isinstance(self.ns_steps, bool) or not isinstance(self.ns_steps, int) or self.ns_steps < 1:
-            raise ValueError(f"ns_steps is {self.ns_steps!r}; expected a whole number >= 1")
+        check_int("ns_steps", self.ns_steps, 1)
         if not isinstance(self.warmdown, int | float) or not 0 <= self.warmdown <= 1:
             raise ValueError(f"warmdown is {self.warmdown!r}; expected a fraction of the steps, 0 to 1")
 
     def lr_factor(self, step_index: int, total_steps: int) -> float:
-        """1 until the warmdown, then straight down to 0, which the step after the last one would have."""
+        """The factor of the learning rates: 1 until the warmdown, then linear to 0 one step after the last."""
         if self.warmdown == 0:
             return 1.0
         return min(1.0, (total_steps - step_index) / (self.warmdown * total_steps))
 
     def momentum_at(self, step_index: int) -> float:
-        """Muon's momentum: a young mean should forget faster."""
+        """Muon's momentum at a step; it is lower at first, so that a young mean forgets faster."""
         done = min(1.0, step_index / self.momentum_warmup) if self.momentum_warmup else 1.0
         return (1 - done) * self.momentum_start + done * self.momentum
 
@@ -90,7 +119,7 @@ class Optimizers:
             loss(model).backward()
             norm = optimizers.step(index, total_steps)
 
-    Build it when the model is where it will train: on its device, and sharded if it will be.
+    Build it after the model is on its device, and sharded if it will be.
     """
 
     def __init__(
@@ -108,13 +137,13 @@ class Optimizers:
             {"name": group, "params": members, "weight_decay": self._weight_decay(group)}
             for group, named in self.groups.items()
             if group != "matrix"
-            # The fused kernel takes shards or plain tensors, and not both at once.
+            # The fused kernel takes shards or plain tensors, but not both at once.
             for members in _partition(named.values())
         ]
         self.muon = Muon([muon], ns_steps=settings.ns_steps) if matrices else None
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters.values())
         self.adam = torch.optim.AdamW(adam, betas=settings.betas, eps=settings.eps, fused=fused) if adam else None
-        # From the first step on, so that every state dict is complete.
+        # Initialized before the first step, so that every state dict is complete.
         for name, parameter in self.parameters.items():
             self._optimizer_of(name).state[parameter] = self._fresh_state(name)
 
@@ -127,18 +156,17 @@ class Optimizers:
         batch_tokens: int,
         width: int,
         embeddings: Sequence[str] = (),
-        heads: Sequence[str] = (),
+        heads: Sequence[str] | None = None,
     ) -> Optimizers:
         """The optimizers of a model.
 
         Args:
-            batch_tokens: tokens of one step over all ranks and accumulated batches.
-            width: of the model.
-            embeddings, heads: patterns of names, see `groups.assign`.
+            batch_tokens: the tokens of one step, over all ranks and micro-batches.
+            width: the width of the model.
+            embeddings, heads: patterns of names, see `assign`.
         """
         for name, value in (("batch_tokens", batch_tokens), ("width", width)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; expected a whole number >= 1")
+            check_int(name, value, 1)
         settings = settings or OptimSettings()
         batch_scale = math.sqrt(batch_tokens / 2**19)
         width_scale = math.sqrt(768 / width)
@@ -151,9 +179,9 @@ class Optimizers:
         return cls(assign(model, embeddings=embeddings, heads=heads), settings, lrs)
 
     def step(self, step_index: int, total_steps: int) -> float:
-        """Clips, updates every parameter, drops the gradients; returns the norm that they had before clipping.
+        """Clips, updates every parameter and drops the gradients; returns the gradient norm before clipping.
 
-        A norm that is not finite raises FloatingPointError, and nothing has changed.
+        A norm that is not finite raises FloatingPointError and changes nothing.
         """
         self.set_schedule(step_index, total_steps)
         norm = self.clip()
@@ -164,7 +192,7 @@ class Optimizers:
         return norm
 
     def set_schedule(self, step_index: int, total_steps: int) -> None:
-        """Learning rates and momentum of one step, which depend on nothing but its number."""
+        """Sets the learning rates and the momentum of a step, which depend on its number alone."""
         if not 0 <= step_index < total_steps:
             raise ValueError(f"step {step_index} is not one of {total_steps} steps (0 to {total_steps - 1})")
         factor = self.settings.lr_factor(step_index, total_steps)
@@ -176,7 +204,7 @@ class Optimizers:
 
     @torch.no_grad()
     def clip(self) -> float:
-        """Scales all gradients so that their norm together is at most `settings.clip`; the norm before that."""
+        """Scales all gradients so that their joint norm is at most `settings.clip`; returns the norm before that."""
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norms = [torch.nn.utils.get_total_norm(part) for part in _partition(grads)]
         norm = math.hypot(*(float(part.full_tensor() if isinstance(part, DTensor) else part) for part in norms))
@@ -190,14 +218,12 @@ class Optimizers:
         return norm
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All state as whole tensors by name, such as `exp_avg.head.weight`, and a description for JSON.
-
-        Sharded state is gathered, so every rank has to call this.
-        """
-        tensors = {}
-        for name, parameter in self.parameters.items():
-            for key, value in self._optimizer_of(name).state[parameter].items():
-                tensors[f"{key}.{name}"] = value.full_tensor() if isinstance(value, DTensor) else value
+        """All state by name, such as `exp_avg.head.weight`, sharded like the parameters, and a description for JSON."""
+        tensors = {
+            f"{key}.{name}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self._optimizer_of(name).state[parameter].items()
+        }
         return tensors, {
             "groups": {group: list(members) for group, members in self.groups.items()},
             "lrs": self.lrs,
@@ -206,9 +232,9 @@ class Optimizers:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`, or raises ValueError and changes nothing.
+        """Continues from a `state_dict`, whole or sharded as this one, or raises ValueError and changes nothing.
 
-        Groups, names and shapes must be the same; settings may differ, they are the recipe's.
+        Groups, names and shapes must be the same; settings come from the recipe and may differ.
         """
         problems = []
         groups = description.get("groups")
@@ -223,7 +249,7 @@ class Optimizers:
             for name, parameter in self.parameters.items()
             for key, value in self._optimizer_of(name).state[parameter].items()
         }
-        # Older checkpoints hold the moments of a gate as scalars. AdamW's number of steps has always been one.
+        # Older checkpoints have the moments of a gate as scalars. AdamW's step count has always been a scalar.
         counts = {key: value for key, value in tensors.items() if key.startswith("step.")}
         tensors = with_vector_gates(tensors) | counts
         problems += [f"missing {key}" for key in slots if key not in tensors]
@@ -232,17 +258,13 @@ class Optimizers:
             old, new = slots[key][2], tensors[key]
             if old.shape != new.shape or old.dtype != new.dtype:
                 problems.append(f"{key} is {_kind(new)}, expected {_kind(old)}")
-            elif not torch.isfinite(new).all():
+            elif not torch.isfinite(local(new)).all():
                 problems.append(f"{key} has values that are not finite")
         if problems:
             shown = "; ".join(sorted(problems)[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
             raise ValueError(f"this optimizer state does not fit the model: {shown}. Nothing was loaded.")
         for key, (_, _, value) in slots.items():
-            whole = tensors[key].to(value.device)
-            if isinstance(value, DTensor):
-                # Every rank has read the whole tensor, so each cuts out its own part.
-                whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
-            local(value).copy_(local(whole))
+            local(value).copy_(shard_like(tensors[key].to(value.device), value))
 
     def _optimizer_of(self, name: str) -> torch.optim.Optimizer:
         optimizer = self.muon if name in self.groups.get("matrix", ()) else self.adam
@@ -254,7 +276,7 @@ class Optimizers:
         if name in self.groups.get("matrix", ()):
             return {"momentum": torch.zeros_like(parameter)}
         assert self.adam is not None
-        # What AdamW makes for itself in its first step.
+        # The state that AdamW would create in its first step.
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if self.adam.defaults["fused"] else "cpu")
         return dict(zip(ADAM_STATE, (step, torch.zeros_like(parameter), torch.zeros_like(parameter)), strict=True))
 
@@ -263,7 +285,7 @@ class Optimizers:
 
 
 def _partition(tensors: Any) -> list[list[Tensor]]:
-    """Plain tensors and shards apart, whichever there are."""
+    """Splits tensors into plain ones and shards, without empty lists."""
     tensors = list(tensors)
     parts = ([tensor for tensor in tensors if isinstance(tensor, DTensor) is sharded] for sharded in (False, True))
     return [part for part in parts if part]

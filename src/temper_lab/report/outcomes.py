@@ -1,52 +1,48 @@
-"""What became of a study's claims: tables, a figure and sentences."""
+"""The outcome of a study's claims: tables, a figure and sentences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from temper_lab.report.charts import Axis, Chart, Mark, Panel, Rule
-from temper_lab.report.claims import OPEN, REFUTED, ROUTING, SHOWN, STREAMS, Finding, Outcome, judge, read_claims
-from temper_lab.report.formats import DASH, Column, Row, Table, decimal
-from temper_lab.report.results import Study
-from temper_lab.report.statistics import CONFIDENCE
-from temper_lab.report.styles import PLAIN, Style
+from temper_lab.report.palette import PLAIN, REGION, VERDICTS
+from temper_lab.report.stats import CONFIDENCE
+from temper_lab.report.table import DASH, Column, Row, Table, decimal
+from temper_lab.report.view import StudyView
+from temper_lab.study.claims import OPEN, REFUTED, ROUTING, SHOWN, STREAMS, Finding, Outcome, judge
+from temper_lab.study.results import Run
 
-# Told apart by shape as well as by colour.
-LOOKS = {
-    SHOWN: Style("#1b8f56", marker="circle"),
-    REFUTED: Style("#d0443a", marker="x"),
-    OPEN: Style("#8a8f98", marker="diamond"),
-}
-REGION = Style("#5a8fd0")
+# The statuses of runs that may still finish.
+COMING = ("waiting", "interrupted", "killed")
 
 
-def outcomes(study: Study) -> list[Outcome]:
-    """Every claim that results.json holds, tested on its runs; raises ValueError for one that cannot be read."""
-    try:
-        claims = read_claims(study.raw.get("claims") or [])
-    except ValueError as error:
-        raise ValueError(f"the claims in the results: {error}") from error
-    base = _flat(study.raw.get("recipe"))
-    varied = {entry["key"]: entry.get("vary") or {} for entry in study.raw["runs"]}
+def outcomes(study: StudyView) -> list[Outcome]:
+    """Tests every claim of results.json on its runs."""
+    base = _flat(study.results.recipe)
 
     def differing(settings: Mapping[str, Any], *, is_residual: bool) -> dict[str, Any]:
-        """What is not as in the recipe that all runs share, of what a run depends on."""
+        """The settings of a run that differ from the study's recipe."""
         ignored = ROUTING if is_residual else ()
         return {name: value for name, value in settings.items() if base.get(name) != value and name not in ignored}
 
-    def bpb(method: str, streams: int, settings: Mapping[str, Any]) -> dict[int, float]:
-        found = {}
+    def runs(method: str, num_streams: int, settings: Mapping[str, Any]) -> Iterator[Run]:
         for run in study.runs:
-            is_asked = method in (run.method, run.label) and (run.streams == streams or run.is_residual)
-            if is_asked and run.is_finished and run.bpb is not None:
-                here, wanted = (differing(one, is_residual=run.is_residual) for one in (varied[run.key], settings))
+            if method in (run.method, run.label) and (run.streams == num_streams or run.is_residual):
+                here, wanted = (differing(one, is_residual=run.is_residual) for one in (run.vary, settings))
                 if here == wanted:
-                    found[run.seed] = run.bpb
-        return found
+                    yield run
 
-    return judge(claims, bpb)
+    def bpb(method: str, num_streams: int, settings: Mapping[str, Any]) -> dict[int, float]:
+        asked = runs(method, num_streams, settings)
+        return {run.seed: run.bpb for run in asked if run.is_finished and run.bpb is not None}
+
+    def planned(method: str, num_streams: int, settings: Mapping[str, Any]) -> dict[int, float]:
+        asked = runs(method, num_streams, settings)
+        return {run.seed: 0.0 for run in asked if run.status in COMING or (run.is_finished and run.bpb is not None)}
+
+    return judge(study.results.claims, bpb, planned)
 
 
 def claims_table(found: Sequence[Outcome]) -> Table:
@@ -57,6 +53,9 @@ def claims_table(found: Sequence[Outcome]) -> Table:
             "text": one.claim.text,
             "kind": one.claim.kind,
             "verdict": one.verdict,
+            "so_far": one.so_far,
+            "seeds": min(finding.seeds for finding in one.findings),
+            "planned": min(finding.planned for finding in one.findings),
             **{f"tests_{verdict}": _count(one, verdict) for verdict in (SHOWN, REFUTED, OPEN)},
             "p": one.p,
             "p_holm": one.p_holm,
@@ -64,17 +63,21 @@ def claims_table(found: Sequence[Outcome]) -> Table:
         }
         for one in found
     ]
+    so_far = Column("so far", lambda row: row["so_far"], "so_far", is_text=True)
     columns = (
         Column("claim", lambda row: row["claim"], "claim", is_text=True),
         Column("verdict", lambda row: row["verdict"], "verdict", lambda row: row["verdict"] != OPEN, True),
         Column("what is claimed", lambda row: row["text"], "text", is_text=True),
         Column("tests", _tests, "tests_shown", is_text=True),
+        Column("seeds", _seeds, "seeds"),
+        *([] if all(one.is_complete for one in found) else [so_far]),
         Column("p", lambda row: decimal(row["p"]), "p"),
         Column("p, corrected", lambda row: decimal(row["p_holm"]), "p_holm"),
         Column("written", lambda row: row["added"] or DASH, "added", is_text=True),
     )
     note = (
-        "Shown if all tests of a claim are shown, refuted if one is, else open. p is the largest of them, since all "
+        "Shown if all tests of a claim are shown, refuted if one is, else open; a test is open until all runs that it "
+        "takes have finished. p is the largest of them, since all "
         f"have to be shown, and is corrected by Holm for the {len(found)} claims of this study. Verdicts are not "
         "corrected."
     )
@@ -93,20 +96,21 @@ def tests_table(found: Sequence[Outcome]) -> Table:
         Column("estimate", lambda row: decimal(row["estimate"], sign=True), "estimate"),
         Column("interval", _interval, "low"),
         Column("true if", _region, "margin"),
-        Column("seeds", lambda row: str(row["seeds"]), "seeds"),
+        Column("seeds", _seeds, "seeds"),
         Column("p", lambda row: decimal(row["p"]), "p"),
         Column("verdict", lambda row: row["verdict"], "verdict", lambda row: row["verdict"] != OPEN, True),
     )
     note = (
         "bpb of the method minus bpb of `against`, paired by seed, so below 0 is better; for grows and shrinks, the "
         "gain (`against` minus method) per doubling of the axis. Student t over seeds. A 90% interval is that of a "
-        "one-sided test at 5%. p is of the test that would show the claim."
+        "one-sided test at 5%. p is of the test that would show the claim. A test whose runs have not all "
+        "finished stays open, and its numbers are those of the seeds so far."
     )
-    return Table("claim-tests", "Tests of the claims", tuple(rows), columns, note, "claim")
+    return Table("claim-tests", "Tests of the claims", tuple(rows), columns, note, ("claim",))
 
 
 def claims_charts(found: Sequence[Outcome]) -> list[Chart]:
-    """Every test with its interval, above what the claim allows: differences, and trends, which have another unit."""
+    """Charts of every test's interval over the claim's region: one of differences and one of trends."""
     caption = (
         "{} Intervals as in the table; faint: each seed. The shaded part of a row is where the claim is true: it is "
         "shown if the interval lies inside (circle), refuted if it lies outside (cross), open otherwise (diamond)."
@@ -129,10 +133,10 @@ def claims_charts(found: Sequence[Outcome]) -> list[Chart]:
 
 
 def claim_lines(found: Sequence[Outcome]) -> list[str]:
-    """How many claims ended how, and one line for each, with its findings."""
+    """The number of claims per verdict, and a line for each claim with its findings."""
     if not found:
         return []
-    counts = ", ".join(f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in LOOKS)
+    counts = ", ".join(f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in VERDICTS)
     lines = [f"{len(found)} claim{'s' if len(found) != 1 else ''}: {counts}."]
     for one in found:
         lines.append(f"{one.claim.name} {one.verdict.upper()}: {one.claim.text}")
@@ -141,13 +145,18 @@ def claim_lines(found: Sequence[Outcome]) -> list[str]:
 
 
 def explanation(found: Sequence[Outcome]) -> list[str]:
-    """What the verdicts mean, and whether the claims came before the runs."""
+    """Notes on the meaning of the verdicts, and on whether the claims came before the runs."""
     records = [one.claim.record for one in found]
     late = [one.claim.name for one in found if one.claim.record is None or one.claim.record.runs_started]
     lines = [
         "A claim says beforehand what a study is to show and by which test. It ends as shown, refuted or open; open "
         "means that the seeds there are cannot tell, and the interval says what is still possible.",
     ]
+    if waiting := sum(not one.is_complete for one in found):
+        lines.append(
+            f"{waiting} of {len(found)} claims wait for runs that have not finished, and are open until then: a "
+            "verdict before the last seed would be one of several looks. Their numbers are those of the seeds so far."
+        )
     if not late:
         dates = " and ".join(sorted({record.added for record in records if record}))
         lines.append(f"All claims were part of the study before its first run ({dates}).")
@@ -164,11 +173,9 @@ def explanation(found: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def _flat(recipe: Any) -> dict[str, Any]:
-    sections = recipe.items() if isinstance(recipe, Mapping) else ()
-    return {
-        f"{name}.{key}": value for name, part in sections if isinstance(part, Mapping) for key, value in part.items()
-    }
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    sections = [(name, part) for name, part in recipe.items() if isinstance(part, Mapping)]
+    return {f"{name}.{key}": value for name, part in sections for key, value in part.items()}
 
 
 def _count(one: Outcome, verdict: str) -> int:
@@ -176,7 +183,7 @@ def _count(one: Outcome, verdict: str) -> int:
 
 
 def _tests(row: Row) -> str:
-    return ", ".join(f"{row[f'tests_{verdict}']} {verdict}" for verdict in LOOKS if row[f"tests_{verdict}"])
+    return ", ".join(f"{row[f'tests_{verdict}']} {verdict}" for verdict in VERDICTS if row[f"tests_{verdict}"])
 
 
 def _row(one: Finding) -> dict[str, Any]:
@@ -197,10 +204,15 @@ def _row(one: Finding) -> dict[str, Any]:
         "true_above": least if math.isfinite(least) else None,
         "true_below": most if math.isfinite(most) else None,
         "seeds": one.seeds,
+        "planned": one.planned,
         "p": one.p,
         "verdict": one.verdict,
         "sentence": one.sentence,
     }
+
+
+def _seeds(row: Row) -> str:
+    return str(row["seeds"]) if row["seeds"] == row["planned"] else f"{row['seeds']} of {row['planned']}"
 
 
 def _interval(row: Row) -> str:
@@ -226,8 +238,8 @@ def _panel(found: Sequence[Outcome], label: str) -> Panel:
             y -= 1
             ticks.append((y, _name(finding)))
             low, high = max(region[0], limits[0]), min(region[1], limits[1])
-            band = {"low": (y - 0.42,) * 2, "high": (y + 0.42,) * 2}
-            marks.append(Mark(one.claim.name, REGION, (low, high), (y, y), line=False, **band))
+            below, above = (y - 0.42,) * 2, (y + 0.42,) * 2
+            marks.append(Mark(one.claim.name, REGION, (low, high), (y, y), line=False, low=below, high=above))
             marks += _marks(finding, y)
         y -= 1
     rule = Rule("no difference", PLAIN, 0.0, is_vertical=True)
@@ -238,14 +250,17 @@ def _panel(found: Sequence[Outcome], label: str) -> Panel:
 def _marks(finding: Finding, y: float) -> list[Mark]:
     if finding.estimate is None:
         return []
-    look, seeds, name = LOOKS[finding.verdict], finding.sample.by_seed, _name(finding)
-    shape = {"line": False, "points": True}
+    look, seeds, name = VERDICTS[finding.verdict], finding.sample.by_seed, _name(finding)
+    shape: dict[str, Any] = {"line": False, "points": True}
     marks = []
     if len(seeds) > 1:
         texts, places = tuple(f"seed {seed}" for seed in seeds), (y - 0.25,) * len(seeds)
         marks.append(Mark(name, look, tuple(seeds.values()), places, texts=texts, is_faint=True, **shape))
-    bars = {} if finding.low is None or finding.high is None else {"x_low": (finding.low,), "x_high": (finding.high,)}
-    text = f"{finding.verdict}, {finding.seeds} seed{'s' if finding.seeds != 1 else ''}"
+    bars: dict[str, Any] = (
+        {} if finding.low is None or finding.high is None else {"x_low": (finding.low,), "x_high": (finding.high,)}
+    )
+    of = "" if finding.seeds == finding.planned else f" of {finding.planned}"
+    text = f"{finding.verdict}, {finding.seeds}{of} seed{'s' if finding.planned != 1 else ''}"
     return [*marks, Mark(name, look, (finding.estimate,), (y,), texts=(text,), **shape, **bars)]
 
 
@@ -256,7 +271,7 @@ def _name(finding: Finding) -> str:
 
 
 def _limits(values: list[float], found: Sequence[Outcome]) -> tuple[float, float]:
-    """The ends of the axis: everything, zero, and some room, in which a region may go on beyond the last number."""
+    """The ends of the axis, which include all numbers and zero, with a margin."""
     values = [0.0, *values]
     for finding in (finding for one in found for finding in one.findings):
         values += [value for value in (finding.estimate, finding.low, finding.high) if value is not None]

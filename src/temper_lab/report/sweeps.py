@@ -8,32 +8,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import temper
-from temper_lab.compare import vary
-from temper_lab.ranks import show_rank
+from temper_lab.method import show_rank
 from temper_lab.report.charts import Axis, Chart, Mark, Numbers, Panel, Rule, file_name
-from temper_lab.report.counts import added, option
-from temper_lab.report.results import Run, Study, words
-from temper_lab.report.statistics import Paired, mean
-from temper_lab.report.styles import Style, styles
+from temper_lab.report.palette import Style, styles, styles_of
+from temper_lab.report.stats import Paired, mean
+from temper_lab.report.tables import added, option
+from temper_lab.report.view import StudyView, words
+from temper_lab.study import vary
+from temper_lab.study.results import Run
 
 NUMBERS = (2, 4, 8, 16)
-# Fields that decide how much validation text a bpb is of.
-VALIDATION = ("model.context", "train.rows", "train.val_batches")
+# Fields that change the validation text that bpb is measured on.
+VALIDATION = ("model.context", "train.device_batch_size", "train.val_batches")
 METRICS = {"bpb": "Validation bpb", "core": "CORE"}
-# Values that span as much have a logarithmic axis.
+# Values that span at least this factor have a logarithmic axis.
 DECADE = 10
 
-# By seed.
+# Numbers by seed.
 Runs = Mapping[int, Run]
 
 
-def parameters(study: Study) -> Chart | None:
-    """Counted parameters against N at the study's size, for every preset, with what was trained marked."""
+def parameters(study: StudyView) -> Chart | None:
+    """The chart of parameters against N at the study's size, for every preset, with the trained ones marked."""
     if study.size is None:
         return None
     width, sites = study.size
     methods: dict[str, tuple[str, Mapping[str, Any]]] = {name: (name, {}) for name in temper.PRESETS}
-    methods |= {run.label: (run.preset, run.options) for run in study.runs}
+    methods |= {run.method: (run.preset, run.options) for run in study.runs}
     looks, marks, rest = styles({label: preset for label, (preset, _) in methods.items()}), [], []
     numbers = sorted({*NUMBERS, *(n for n in study.streams if n > 1)})
     for label, (preset, options) in methods.items():
@@ -46,19 +47,46 @@ def parameters(study: Study) -> Chart | None:
         if trained:
             x, y = zip(*trained, strict=True)
             marks.append(Mark(label, looks[label], x, y, label, False, True, texts=("trained in this study",) * len(x)))
-        # N! leaves every other method at the bottom; where its line leaves the page is clear enough.
+        # mhc-lite's N! would squeeze every other method to the bottom, so its line leaves the figure.
         rest += [count for _, count in counted if preset != "mhc-lite"]
-    ticks = tuple((float(n), str(n)) for n in numbers)
-    limits = (min(rest) / 1.6, 6 * max(rest))
-    x, y = Axis("residual streams N", True, ticks), Axis("added parameters", True, limits=limits)
-    panel = Panel(f"D = {width}, {sites} sites", x, y, tuple(marks), height=460)
+    panel = Panel(f"D = {width}, {sites} sites", *_counted(numbers, rest, "added parameters"), tuple(marks), height=460)
     caption = "Counted, not measured; points mark what this study has trained. mhc-lite grows like N factorial."
     return Chart("parameters", "Added parameters against the number of streams", (panel,), caption)
 
 
+def parameters_per_site(counts: Mapping[str, Mapping[int, int]], dim: int) -> Chart:
+    """The paper's parameter-efficiency figure: parameters of one hyper-connection against N, by method."""
+    known = {name: {n: count for n, count in rows.items() if count} for name, rows in counts.items()}
+    known = {name: rows for name, rows in known.items() if rows}
+    looks = styles_of(known)
+    # The legend is in the order in which lines end on the right, from the top.
+    order = sorted(known, key=lambda name: -known[name][max(known[name])])
+    marks = []
+    for name in order:
+        numbers = sorted(known[name])
+        values = tuple(float(known[name][n]) for n in numbers)
+        marks.append(Mark(name, looks[name], tuple(map(float, numbers)), values, name, points=True))
+    numbers = sorted({n for rows in known.values() for n in rows})
+    rest = [count for name, rows in known.items() if not name.startswith("mhc-lite") for count in rows.values()]
+    axes = _counted(numbers, rest, "trainable parameters per hyper-connection")
+    title = f"Routing parameters against the number of streams (D = {dim})"
+    return Chart("parameters", title, (Panel("", *axes, tuple(marks), height=450),))
+
+
+def _counted(numbers: Sequence[int], counts: Sequence[int], label: str) -> tuple[Axis, Axis]:
+    """Logarithmic axes for parameters against N.
+
+    Args:
+        counts: the numbers that must be visible; with N! among them, every other method would be at the bottom.
+    """
+    ticks = tuple((float(n), str(n)) for n in numbers)
+    limits = (min(counts) / 1.6, 6 * max(counts)) if counts else None
+    return Axis("residual streams N", True, ticks), Axis(label, True, limits=limits)
+
+
 @dataclass(frozen=True)
 class Line:
-    """A method with its runs at every place of an axis; those of the same seeds everywhere if there are any."""
+    """A method with its runs at every position of an axis, restricted to common seeds if there are any."""
 
     label: str
     style: Style
@@ -75,10 +103,10 @@ class Sweep:
     """Methods that were trained with several values of one thing and are equal in everything else.
 
     Args:
-        title: what else is fixed, for people.
-        values: the value at every place of the axis.
-        baseline: the residual runs at every place; they are drawn as a rule unless they are one of the lines.
-        seeds: those that all points have; empty if there are none.
+        title: the fixed settings in words.
+        values: the value at every position of the axis.
+        baseline: the residual runs at every position, drawn as a rule unless they are one of the lines.
+        seeds: the seeds that all points have; empty if there are none.
     """
 
     title: str
@@ -90,7 +118,7 @@ class Sweep:
 
     @classmethod
     def of(cls, title: str, axis: Axis, values: Mapping[float, Any], lines: Sequence[Line], base: Line | None) -> Sweep:
-        """Points are compared along lines and between them, and seeds differ by more than methods do."""
+        """Makes a sweep from runs of common seeds, because seeds differ by more than methods do."""
         everything = [*lines, *([base] if base else [])]
         seeds = set.intersection(*(set(runs) for line in everything for _, runs in line.points))
 
@@ -105,7 +133,7 @@ class Sweep:
         return self.baseline is not None and any(line.label == self.baseline.label for line in self.lines)
 
 
-def sweep_charts(study: Study) -> list[Chart]:
+def sweep_charts(study: StudyView) -> list[Chart]:
     """Two charts for each varied field, one for each swept option, and two of N if some method has several."""
     charts: list[Chart] = []
     for name, n in itertools.product(study.fields, study.streams):
@@ -118,11 +146,11 @@ def sweep_charts(study: Study) -> list[Chart]:
     return [*charts, *_streams_charts(study)]
 
 
-def field_sweeps(study: Study, name: str, streams: int) -> list[Sweep]:
+def field_sweeps(study: StudyView, name: str, num_streams: int) -> list[Sweep]:
     """A field at one N: a sweep for every combination of the other varied fields in which something has two values."""
     looks, found = styles(study.preset_of), []
     others = [field for field in study.fields if field != name]
-    groups: dict[tuple[Any, ...], list[Study]] = {}
+    groups: dict[tuple[Any, ...], list[StudyView]] = {}
     for variant in study.variants:
         if variant.here[name] is not None:
             groups.setdefault(tuple(variant.here[field] for field in others), []).append(variant)
@@ -131,23 +159,23 @@ def field_sweeps(study: Study, name: str, streams: int) -> list[Sweep]:
         axis = _axis(name, places)
         lines = []
         for label in study.labels:
-            runs = [(places[variant.here[name]], variant.measured(label, streams)) for variant in variants]
+            runs = [(places[variant.here[name]], variant.measured(label, num_streams)) for variant in variants]
             points = tuple((x, here) for x, here in runs if here)
             if len(points) > 1:
                 lines.append(Line(label, looks[label], points, label))
-        # Residual alone has no N.
-        if any(line.label != study.baseline for line in lines) or (lines and streams == study.streams[0]):
+        # A residual network alone does not depend on N.
+        if any(line.label != study.baseline for line in lines) or (lines and num_streams == study.streams[0]):
             title = words(dict(zip(others, fixed, strict=True)))
             baseline = next((line for line in lines if line.label == study.baseline), None)
             found.append(Sweep.of(title, axis, {x: value for value, x in places.items()}, lines, baseline))
     return found
 
 
-def best_values(study: Study, streams: int) -> list[str]:
+def best_values(study: StudyView, num_streams: int) -> list[str]:
     """The value of each varied field with the lowest mean bpb, in sentences."""
     sentences = []
     for name in study.fields:
-        for sweep in field_sweeps(study, name, streams):
+        for sweep in field_sweeps(study, name, num_streams):
             best: dict[str, list[str]] = {}
             for line in sweep.lines:
                 x, y = line.means("bpb")
@@ -161,7 +189,7 @@ def best_values(study: Study, streams: int) -> list[str]:
 
 
 def _charts(name: str, title: str, found: Sequence[Sweep], note: str = "") -> list[Chart]:
-    """The numbers against the axis; and, where residual is there too, the differences to it."""
+    """Charts of the numbers against the axis and, where residual was trained too, of the differences from it."""
     panels = [panel for metric in METRICS for sweep in found if (panel := _panel(sweep, metric))]
     charts = [Chart(name, title, tuple(panels), _caption(found, note))] if panels else []
     gaps = [panel for sweep in found if (panel := _gaps(sweep))]
@@ -194,10 +222,10 @@ class Options:
     values: tuple[tuple[Any, str], ...]
 
 
-def option_sweeps(study: Study, streams: int) -> list[Options]:
+def option_sweeps(study: StudyView, num_streams: int) -> list[Options]:
     """Every preset with several values of one option at one N, its default among them if that was trained."""
     found = []
-    runs: dict[str, Run] = {run.label: run for run in study.runs if study.measured(run.label, streams)}
+    runs: dict[str, Run] = {run.method: run for run in study.runs if study.measured(run.method, num_streams)}
     families = {(run.preset, name) for run in runs.values() for name in run.options if not run.is_residual}
     for preset, name in sorted(families):
         groups: dict[str, list[Run]] = {}
@@ -206,22 +234,22 @@ def option_sweeps(study: Study, streams: int) -> list[Options]:
                 fixed = {key: value for key, value in run.options.items() if key != name}
                 groups.setdefault(repr(sorted(fixed.items())), []).append(run)
         for members in groups.values():
-            # Of two labels for the same value, one given and one by default, the first is enough.
-            values = {}
+            # Of two labels for the same value, one explicit and one by default, only the first is used.
+            values: dict[str, tuple[Any, str]] = {}
             for run in members:
-                value = option(preset, run.options, name, streams, study.size[0] if study.size else 768)
-                values.setdefault(repr(value), (value, run.label))
+                value = option(preset, run.options, name, num_streams, study.size[0] if study.size else 768)
+                values.setdefault(repr(value), (value, run.method))
             if len(values) > 1 and any(name in run.options for run in members):
                 fixed = {key: value for key, value in members[0].options.items() if key != name}
-                found.append(Options(preset, name, streams, fixed, tuple(values.values())))
+                found.append(Options(preset, name, num_streams, fixed, tuple(values.values())))
     return found
 
 
-def _option_chart(study: Study, options: Options) -> Chart:
+def _option_chart(study: StudyView, options: Options) -> Chart:
     runs = {label: study.measured(label, options.streams) for _, label in options.values}
     counts = {label: next((run.added for run in found.values() if run.added), None) for label, found in runs.items()}
     is_log = all(_is_number(value) and value > 0 for value, _ in options.values)
-    # Ranks that are tuples have no order of their own; their parameters have.
+    # Tuples of ranks are ordered by their parameters.
     order = sorted(options.values, key=lambda pair: pair[0] if is_log else (counts[pair[1]] or 0))
     places = [float(value) if is_log else float(place) for place, (value, _) in enumerate(order)]
     ticks = tuple((x, show_rank(value)) for x, (value, _) in zip(places, order, strict=True))
@@ -248,8 +276,8 @@ def _option_chart(study: Study, options: Options) -> Chart:
     )
 
 
-def _streams_charts(study: Study) -> list[Chart]:
-    """bpb against N, of methods that were trained with several."""
+def _streams_charts(study: StudyView) -> list[Chart]:
+    """Charts of bpb against N, for methods that were trained with several."""
     looks, lines = styles(study.preset_of), []
     for label in study.labels:
         points = tuple((float(n), runs) for n in study.streams if (runs := study.measured(label, n)))
@@ -264,8 +292,8 @@ def _streams_charts(study: Study) -> list[Chart]:
     return _charts("sweep-streams", f"Against the number of streams{study.suffix}", [sweep], note)
 
 
-def _baseline(study: Study, places: Mapping[float, int]) -> Line | None:
-    """The residual runs that stand beside those at each N."""
+def _baseline(study: StudyView, places: Mapping[float, int]) -> Line | None:
+    """The residual runs to compare with at each N."""
     if study.baseline is None:
         return None
     points = tuple((x, runs) for x, n in places.items() if (runs := study.measured(study.baseline, n)))
@@ -273,7 +301,7 @@ def _baseline(study: Study, places: Mapping[float, int]) -> Line | None:
 
 
 def _panel(sweep: Sweep, metric: str) -> Panel | None:
-    """The means, with every seed; None for fewer than two points."""
+    """A panel of the means, with every seed; None for fewer than two points."""
     marks: list[Mark] = []
     for line in sweep.lines:
         x, y = line.means(metric)
@@ -283,14 +311,14 @@ def _panel(sweep: Sweep, metric: str) -> Panel | None:
         texts = tuple(f"{len(each)} seed{'s' if len(each) != 1 else ''}" for each in found if each)
         marks.append(Mark(line.label, line.style, x, y, line.legend, points=True, texts=texts))
         marks += _each_seed(line, {x: numbers(runs, metric) for x, runs in line.points})
-        # Of CORE more is better. A line that is level all along has no best value.
+        # For CORE, higher is better. A constant line has no best value.
         best = (min if metric == "bpb" else max)(range(len(y)), key=lambda place: y[place])
         if len(set(y)) > 1:
             name = f"{line.label}, best mean"
             marks.append(Mark(name, line.style, (x[best],), (y[best],), line.legend, False, True, is_ring=True))
     if max((len(mark.x) for mark in marks if mark.line), default=0) < 2:
         return None
-    rules = ()
+    rules: tuple[Rule, ...] = ()
     if sweep.baseline is not None and not sweep.is_baseline_swept:
         level = {seed: value for _, runs in sweep.baseline.points for seed, value in numbers(runs, metric).items()}
         if level:
@@ -300,7 +328,7 @@ def _panel(sweep: Sweep, metric: str) -> Panel | None:
 
 
 def _gaps(sweep: Sweep) -> Panel | None:
-    """Differences to residual, paired by seed."""
+    """A panel of the differences from residual, paired by seed."""
     if sweep.baseline is None:
         return None
     base, marks = {x: numbers(runs, "bpb") for x, runs in sweep.baseline.points}, []
@@ -338,12 +366,16 @@ def _interval(paired: Paired) -> str:
 
 
 def numbers(runs: Runs, metric: str) -> dict[int, float]:
-    """By seed, what runs have."""
-    return {seed: value for seed, run in runs.items() if (value := getattr(run, metric)) is not None}
+    """The values of a metric that runs have, by seed."""
+    return {
+        seed: value
+        for seed, run in runs.items()
+        if (value := run.bpb if metric == "bpb" else run.core_score) is not None
+    }
 
 
 def _places(values: Iterable[Any]) -> dict[Any, float]:
-    """Where values stand on an axis: numbers where they are, anything else one after the other."""
+    """The places of values on an axis: numbers at their value, anything else one after the other."""
     each = vary.ordered(values)
     return {value: float(value) if all(map(_is_number, each)) else float(x) for x, value in enumerate(each)}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from temper.mixers.base import Growth, Mixer, copy_map
 from temper.mixers.sinkhorn import newton, scaling
 from temper.ops.plan import MixerSpec
-from temper.registry import unknown
+from temper.registry import check_int, unknown
 
 # Sums over this axis of res (..., M, N) are the row sums, or the column sums.
 AXES = {"rows": -1, "columns": -2}
@@ -31,6 +31,7 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         last: the axis normalised last and hence exact, "rows" or "columns".
         eps: DeepSeek-V4's guard, in the linear domain: added to the first normalised matrix and
             to every sum that is divided by.
+        clamp: use eps as a lower limit of every sum instead of adding it: Megatron-Core's guard.
         method: "plain", or "newton": what the plain iteration converges to, with the gradient of that limit.
 
     Reference: Sinkhorn, 1964; Xie et al., mHC, 2026.
@@ -44,22 +45,27 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         tol: float | None = None,
         last: str = "rows",
         eps: float = 0.0,
+        clamp: bool = False,
         method: str = "plain",
     ) -> None:
         super().__init__(num_streams)
-        if isinstance(iters, bool) or not isinstance(iters, int) or iters < 1:
-            raise ValueError(f"sinkhorn iters is {iters!r}; expected a whole number >= 1")
+        check_int("sinkhorn iters", iters, 1)
         if tol is not None and not tol > 0:
             raise ValueError(f"sinkhorn tol is {tol!r}; expected a number > 0, or None to run every iteration")
         if last not in AXES:
             raise ValueError(f"sinkhorn last is {last!r}; expected 'rows' or 'columns'")
         if not 0 <= eps < 1:
             raise ValueError(f"sinkhorn eps is {eps!r}; expected 0 <= eps < 1")
+        if not isinstance(clamp, bool):
+            raise ValueError(f"sinkhorn clamp is {clamp!r}; expected True or False")
+        if clamp and not eps:
+            raise ValueError("sinkhorn clamp needs eps, the least that a sum may be; expected eps > 0")
         if method not in METHODS:
             raise unknown("sinkhorn method", method, METHODS)
         if method == "newton" and eps:
             raise ValueError(f"sinkhorn eps is {eps!r} with method 'newton'; the limit needs no guard: leave eps at 0")
-        self.iters, self.tol, self.last, self.eps, self.method = iters, tol, last, eps, method
+        self.iters, self.tol, self.last, self.method = iters, tol, last, method
+        self.eps, self.clamp = eps, clamp
         # The guard keeps even the axis normalised last from summing to one, by about eps.
         self.row_stochastic = "exact" if last == "rows" and not eps else "limit"
         self.column_stochastic = "exact" if last == "columns" and not eps else "limit"
@@ -97,7 +103,7 @@ class Sinkhorn(Mixer, name="sinkhorn"):
     def _rounds(self, logits: Tensor) -> Tensor:
         last = AXES[self.last]
         first = -3 - last
-        one_round = self._guarded_round if self.eps else _log_round
+        one_round = self._clamped_round if self.clamp else self._guarded_round if self.eps else _log_round
         # Rounds pass on log(res), or res itself if it is guarded by eps.
         value, done = logits, None
         for index in range(self.iters):
@@ -126,6 +132,8 @@ class Sinkhorn(Mixer, name="sinkhorn"):
     def forward_fast(self, logits: Tensor) -> Tensor:
         if self.method == "newton":
             return self._turn(newton.solve(self._turn(logits), self.iters, self._tol(logits.dtype)))
+        if self.clamp:
+            return self._rounds(logits)
         tokens_last = self._turn(logits).movedim(0, -1)
         if self.eps:
             res = scaling.solve_guarded(tokens_last, self.iters, self.eps)
@@ -145,7 +153,7 @@ class Sinkhorn(Mixer, name="sinkhorn"):
 
     @property
     def has_vjp(self) -> bool:
-        return self.method == "newton" or self.tol is None
+        return self.method == "newton" or (self.tol is None and not self.clamp)
 
     def lipschitz(self) -> float:
         """At fixed column sums: the entropy is 2-strongly convex on matrices whose rows sum to one (docs/math.md)."""
@@ -165,7 +173,7 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         return self._turn(near), torch.linalg.matrix_norm(res - near)
 
     def native(self) -> MixerSpec | None:
-        if self.eps and self.tol is not None:
+        if self.clamp or (self.eps and self.tol is not None):
             return None
         kind = "newton" if self.method == "newton" else "guarded" if self.eps else "sinkhorn"
         return MixerSpec(kind, iters=self.iters, last_columns=self.last == "columns", tol=self.tol or 0.0, eps=self.eps)
@@ -175,8 +183,15 @@ class Sinkhorn(Mixer, name="sinkhorn"):
         value = value.softmax(first) + self.eps if start else value / (value.sum(first, keepdim=True) + self.eps)
         return value / (value.sum(last, keepdim=True) + self.eps)
 
+    def _clamped_round(self, value: Tensor, first: int, last: int, index: int) -> Tensor:
+        if index == 0:
+            value = (value - value.amax(first, keepdim=True)).exp()
+        for axis in (first, last):
+            value = value / value.sum(axis, keepdim=True).clamp_min(self.eps)
+        return value
+
     def extra_repr(self) -> str:
-        options = ("iters", "tol", "last", "eps", "method")
+        options = ("iters", "tol", "last", "eps", "clamp", "method")
         return ", ".join([str(self.num_streams), *(f"{name}={getattr(self, name)!r}" for name in options)])
 
 

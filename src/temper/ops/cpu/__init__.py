@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from temper.mixers.base import Mixer
 
 name = "cpu"
+device: str | None = "cpu"
 scope = "float32 and bfloat16 streams on a CPU, by native kernels"
 MAX_STREAMS = 64
 
@@ -23,8 +24,6 @@ MAX_STREAMS = 64
 def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str | None:
     """Why the kernels cannot run a site on these streams; None if they can."""
     dtype = streams.dtype
-    if streams.device.type != "cpu":
-        return f"the streams are on {streams.device.type}"
     # The operators accept tracers' tensor types; a DTensor's memory is elsewhere.
     if type(streams) is not Tensor and hasattr(streams, "device_mesh"):
         return "the streams are distributed (a DTensor)"

@@ -123,17 +123,10 @@ def _launch(
     outputs: tuple[Tensor | None, ...],
 ) -> None:
     """Calls a kernel with contiguous inputs, which are kept alive during the call."""
-    held, pointers = [], list(numbers)
-    for tensor in inputs:
-        if tensor is None:
-            pointers.append(None)
-        else:
-            tensor = tensor.contiguous()
-            held.append(tensor)
-            pointers.append(tensor.data_ptr())
-    for tensor in outputs:
-        pointers.append(None if tensor is None else tensor.data_ptr())
-    _kernel(name, dtype)(*pointers)
+    # Comprehensions: a call of `append` for every tensor would be a sixth of a site's Python calls.
+    held = [None if tensor is None else tensor.contiguous() for tensor in inputs]
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (*held, *outputs)]
+    _kernel(name, dtype)(*numbers, *pointers)
 
 
 def _run_fold(tensors: list[Tensor], generators: list[int], sizes: list[int], half: bool) -> tuple[Tensor, ...]:
@@ -164,11 +157,8 @@ def _launch_fold(
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """An array of pointers to the contiguous tensors, and the objects that must outlive it."""
-    held, array = [], (ctypes.c_void_p * len(tensors))()
-    for k, tensor in enumerate(tensors):
-        tensor = tensor.contiguous()
-        held.append(tensor)
-        array[k] = tensor.data_ptr()
+    held = list(map(Tensor.contiguous, tensors))
+    array = (ctypes.c_void_p * len(held))(*map(Tensor.data_ptr, held))
     return array, held
 
 

@@ -1,7 +1,7 @@
 """The operations on streams by Triton kernels, on GPUs. Every GPU build of torch includes triton.
 
 `kernels/` has the kernels, `launch` cuts the work, `tiles` says how, `operators` registers all of it with torch, and
-`check` compares the kernels with `fused` on the present GPU before they are used. docs/gpu.md has the design.
+`check` compares the kernels with the definition on the present GPU before they are used. docs/gpu.md has the design.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from temper.mixers.base import Mixer
 
 name = "triton"
+device: str | None = operators.DEVICE
 scope = (
     "float32 and bfloat16 streams on a GPU, by Triton kernels (checked in the interpreter, not yet run on a GPU by us)"
 )
@@ -34,8 +35,6 @@ OLDEST = (8, 0)
 
 def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str | None:
     """Why the kernels cannot run a site on these streams; None if they can."""
-    if streams.device.type != operators.DEVICE:
-        return f"the streams are on {streams.device.type}"
     reason = _unavailable() or unserved(spec, mixer, streams.dtype)
     if reason is not None:
         return reason

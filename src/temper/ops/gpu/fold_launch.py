@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from temper.ops.gpu import tiles
 from temper.ops.gpu.launch import Launch, cdiv, power, run
 from temper.ops.plan import GENERATOR_KINDS
 
@@ -128,7 +129,10 @@ def fold_backward(
     arguments: dict[str, Any] = {"gains": gains, "pre": pre, "res": res, "post": post, "d_gains": d_gains}
     arguments |= {"d_lines": tuple(slope[2] for slope in slopes), "d_in": d_in, "parts": parts, "D": dim}
     arguments |= {"WIDTH": width, **constants, "LINES": lines, "BD": BLOCK}
-    run(Launch("fold_backward", (blocks, 1 + len(d_in) + sum(lines)), arguments, 4, 1))
+    # 512 threads for many streams, or a thread would hold too many of them; a warp of AMD's has 64.
+    is_amd = tiles.target_of(d_in.device).startswith("gfx")
+    warps = 4 if constants["NP"] <= 8 else 8 if is_amd else 16
+    run(Launch("fold_backward", (blocks, 1 + len(d_in) + sum(lines)), arguments, warps, 1))
     arguments = {"pre": pre, "res": res, "post": post, "d_gains": d_gains}
     arguments |= {f"d_{name}": slope for name, slope in zip(("pre", "res", "post"), slopes, strict=True)}
     arguments |= {"sums": parts.sum(0), "d_out": d_out, "d_biases": d_bias, **constants}

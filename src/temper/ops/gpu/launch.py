@@ -121,6 +121,9 @@ class _Site(NamedTuple):
     def tile(self, name: str) -> tiles.Tile:
         return tiles.tile(name, self.padded, self.target, not self.half)
 
+    def fits(self, name: str) -> bool:
+        return tiles.fits(name, self.padded, self.target, not self.half)
+
     @property
     def row_block(self) -> int:
         """Rows of the maps in one product."""
@@ -327,6 +330,14 @@ def begin_backward(
     d_x = None if d_x is None else d_x.contiguous()
     d_logits, d_z, own = _route_backward(d_x, d_weights, streams, folded, routed, site)
     tile = site.tile("streams_backward")
+    parts: Tensor | None = None
+    tokens, per = len(streams), 1
+    shares = cdiv(tokens, tile.tokens)
+    if spec.num_rows <= ROWS_BACK and site.padded <= 8:
+        # The gradient of in_map in the same pass: its sums take the registers of half the features.
+        tile = tile._replace(features=max(16, tile.features // 2))
+        per, shares = _shares(tokens, tile.tokens, cdiv(spec.dim, tile.features))
+        parts = folded.bias.new_empty(shares, *folded.in_map.shape)
     arguments: dict[str, Any] = {
         "grad": None if grad is None else grad.contiguous(),
         "d_x": d_x,
@@ -338,14 +349,16 @@ def begin_backward(
         "maps": _maps(folded.in_map, site),
         "weights": routed.weights,
         "d_streams": d_streams,
+        "parts": parts,
     }
-    arguments |= {"T": len(streams), "D": spec.dim, "R": spec.num_rows}
-    arguments |= {"HAS_GRAD": grad is not None, "HAS_X": d_x is not None, "N": spec.num_streams, "NP": site.padded}
-    arguments |= {"HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
+    arguments |= {"T": tokens, "D": spec.dim, "R": spec.num_rows, "TILES": per}
+    arguments |= {"HAS_GRAD": grad is not None, "HAS_X": d_x is not None, "HAS_PARTS": parts is not None}
+    arguments |= {"N": spec.num_streams, "NP": site.padded, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
     arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": ROWS_BACK}
-    grid = (cdiv(len(streams), tile.tokens), cdiv(spec.dim, tile.features))
-    site.run("streams_backward", grid, tile, arguments)
-    return d_streams, _fold_gradients(d_logits, d_z, streams, folded, routed, site)
+    site.run("streams_backward", (shares, cdiv(spec.dim, tile.features)), tile, arguments)
+    if parts is None:
+        parts = _map_shares(d_z, streams, folded, site)
+    return d_streams, FoldedWeights(parts.sum(0), *_head_gradients(d_logits, folded, routed, site))
 
 
 def _route_backward(
@@ -378,15 +391,13 @@ def _route_backward(
     return d_logits, d_z, own
 
 
-def _fold_gradients(
-    d_logits: Tensor, d_z: Tensor, streams: Tensor, folded: FoldedWeights, routed: Routed, site: _Site
-) -> FoldedWeights:
-    """The gradients of the folded weights: sums over all tokens, in shares that follow from the shape."""
-    spec, tokens, new = site.spec, len(streams), folded.bias.new_empty
+def _map_shares(d_z: Tensor, streams: Tensor, folded: FoldedWeights, site: _Site) -> Tensor:
+    """The gradient of in_map in shares of the tokens, as many as follow from the shape."""
+    spec, tokens = site.spec, len(streams)
     features, tile = spec.num_streams * spec.dim, site.tile("maps_backward")
     columns, row_blocks = cdiv(features, tile.features), cdiv(spec.num_rows, site.row_block)
     per, shares = _shares(tokens, tile.tokens, columns * row_blocks)
-    parts = new(shares, *folded.in_map.shape)
+    parts = folded.bias.new_empty(shares, *folded.in_map.shape)
     arguments: dict[str, Any] = {
         "d_z": d_z,
         "streams": streams,
@@ -398,6 +409,12 @@ def _fold_gradients(
     arguments |= {"TILES": per, "BLOCKS": row_blocks, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
     arguments |= {"BT": tile.tokens, "BF": tile.features, "RP": site.row_block}
     site.run("maps_backward", (columns * row_blocks, shares), tile, arguments)
+    return parts
+
+
+def _head_gradients(d_logits: Tensor, folded: FoldedWeights, routed: Routed, site: _Site) -> tuple[Tensor, Tensor]:
+    """The gradients of the output maps and the biases."""
+    spec, tokens, new = site.spec, len(d_logits), folded.bias.new_empty
     # Without output maps there are only the biases: no row but that of ones.
     rows = spec.num_rows if folded.out.numel() else 0
     tile, logits = site.tile("heads_backward"), d_logits.shape[1]
@@ -405,7 +422,8 @@ def _fold_gradients(
     grid = (cdiv(rows + 1, block), cdiv(logits, tile.features))
     per, shares = _shares(tokens, tile.tokens, 4 * grid[0] * grid[1])
     small = new(shares, rows + 1, logits)
-    arguments = {"z": routed.z if rows else routed.norms, "norms": routed.norms, "d_logits": d_logits, "parts": small}
+    arguments: dict[str, Any] = {"z": routed.z if rows else routed.norms, "norms": routed.norms}
+    arguments |= {"d_logits": d_logits, "parts": small}
     arguments |= {"T": tokens, "R": rows, "L": logits, "TILES": per, "WIDE": site.wide, "EXACT": "ieee"}
     arguments |= {"BT": tile.tokens, "BR": block, "BL": tile.features}
     site.run("heads_backward", (*grid, shares), tile, arguments)
@@ -414,7 +432,7 @@ def _fold_gradients(
     arguments = {"parts": small, "d_out": d_out, "d_bias": d_bias, "P": shares, "R": rows, "L": logits}
     arguments |= {**heads, "WIDE": site.wide, "LP": power(logits)}
     run(Launch("add_heads", (rows + 1,), arguments, 4, 1))
-    return FoldedWeights(parts.sum(0), d_out, d_bias)
+    return d_out, d_bias
 
 
 def _shares(tokens: int, block: int, programs: int) -> tuple[int, int]:
@@ -429,11 +447,11 @@ def finish_begin(
 ) -> tuple[Tensor, Routed]:
     """`finish` of one site into `target`, which may be the streams, and `begin` of the next."""
     streams, y, weights = streams.contiguous(), y.contiguous(), weights.contiguous()
-    if spec.num_rows > MAX_ROWS or not len(streams):
+    site = _Site.of(streams, weights.dtype, spec)
+    if spec.num_rows > MAX_ROWS or not len(streams) or not site.fits("write_project"):
         # This many rows would not fit beside the streams.
         finish(target, streams, y, weights, spec)
         return begin(target, folded, spec)
-    site = _Site.of(streams, weights.dtype, spec)
     tokens, tile, chunk = len(streams), site.tile("write_project"), CHUNK // site.padded
     splits = cdiv(spec.dim, chunk)
     parts, squares = weights.new_empty(splits, tokens, spec.num_rows), weights.new_empty(splits, tokens)
@@ -446,7 +464,9 @@ def finish_begin(
     }
     arguments |= {"z": parts, "squares": squares, "T": tokens, "D": spec.dim, "R": spec.num_rows, "CHUNK": chunk}
     arguments |= {"N": spec.num_streams, "NP": site.padded, "HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
-    arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": site.row_block}
+    # At 16 streams fewer rows would not share the product among all warps, and it would spill.
+    rows = MAX_ROWS if site.padded > 8 else site.row_block
+    arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": rows}
     site.run("write_project", (cdiv(tokens, tile.tokens), splits), tile, arguments)
     return _route(target, parts, squares, folded, site)
 
@@ -470,6 +490,9 @@ def finish_begin_backward(
         return d_next, d_folded, torch.empty_like(y), torch.empty_like(weights)
     routed = Routed(*(tensor.contiguous() for tensor in routed))
     site = _Site.of(streams, folded.bias.dtype, spec)
+    if not site.fits("streams_write_backward"):
+        d_next, d_folded = begin_backward(grad, d_x, d_next_weights, following, folded, routed, spec)
+        return d_next, d_folded, *finish_backward(d_next, streams, y, weights, spec)
     d_x = None if d_x is None else d_x.contiguous()
     d_logits, d_z, own = _route_backward(d_x, d_next_weights, following, folded, routed, site)
     d_next, d_y, d_weights = torch.empty_like(streams), torch.empty_like(y), torch.empty_like(weights)
@@ -487,7 +510,8 @@ def finish_begin_backward(
     arguments |= {"HALF": site.half, "WIDE": site.wide, "EXACT": site.exact}
     arguments |= {"BT": tile.tokens, "BD": tile.features, "RP": ROWS_BACK}
     site.run("streams_write_backward", (cdiv(len(streams), tile.tokens),), tile, arguments)
-    return d_next, _fold_gradients(d_logits, d_z, following, folded, routed, site), d_y, d_weights
+    d_in_map = _map_shares(d_z, following, folded, site).sum(0)
+    return d_next, FoldedWeights(d_in_map, *_head_gradients(d_logits, folded, routed, site)), d_y, d_weights
 
 
 def mix(logits: Tensor, spec: SiteSpec) -> Tensor:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from temper.registry import check_int
+
 VARIABLE = "TEMPER_TILES"
 # Targets that are compiled and checked; other GPUs use the nearest one that is not newer.
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -60,7 +62,7 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
         "write": Tile(4, 256),
         "write_backward": Tile(4, 128),
         "read_backward": Tile(4, 256),
-        "streams_backward": Tile(16, 64, 8, 1),
+        "streams_backward": Tile(16, 32, 8, 1),
         "route": Tile(8),
         "route_backward": Tile(8),
     },
@@ -70,7 +72,7 @@ _BY_STREAMS: dict[int, dict[str, Tile]] = {
         "write": Tile(4, 64),
         "write_backward": Tile(2, 128),
         "read_backward": Tile(4, 128),
-        "streams_backward": Tile(16, 32, 8, 1),
+        "streams_backward": Tile(16, 16, 8, 1),
         "route": Tile(8, 0, 8),
         "route_backward": Tile(4, 0, 8),
     },
@@ -84,12 +86,21 @@ _ALWAYS = {
 }
 # Exceptions for single targets: by NP, or None for all.
 _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
+    "sm_80": {(None, "maps_backward"): Tile(64, 128, 8)},
     "sm_100": {
         (None, "project"): Tile(32, 64, 2),
         (8, "write_backward"): Tile(2, 128),
         (8, "write_project"): Tile(16, 16, 8, 1),
     },
 }
+# For float32 streams, by NP. Elsewhere they take half as many features as bfloat16, which makes the same bytes.
+_FLOAT32: dict[tuple[int, str], Tile] = {
+    (8, "write_backward"): Tile(4, 32),
+    (16, "write_backward"): Tile(1, 32),
+    (16, "maps_backward"): Tile(64, 64, 8),
+}
+# Chained kernels that do not fit with float32 streams, which take three products each; the two parts run instead.
+_TOO_LARGE = {(8, "write_project"), (16, "write_project"), (16, "streams_write_backward")}
 _SMALL = {
     "write_project": Tile(16, 32),
     "streams_write_backward": Tile(16, 32),
@@ -130,14 +141,20 @@ def tile(name: str, padded: int, target: str, wide_streams: bool = False) -> Til
 
     Args:
         padded: NP.
-        wide_streams: streams of four bytes, for which half as many features make the same bytes.
+        wide_streams: streams of four bytes.
     """
     found = _tried.get(name) or _table(target).get((padded, name)) or _table(target).get((None, name))
     if found is None:
         raise KeyError(f"no tile for {name} with {padded} streams on {target}")
-    if wide_streams and target != SMALL and found.features > 32:
-        found = found._replace(features=found.features // 2)
+    if wide_streams and target != SMALL and name not in _tried:
+        halved = found._replace(features=found.features // 2) if found.features > 16 else found
+        found = _FLOAT32.get((padded, name), halved)
     return found
+
+
+def fits(name: str, padded: int, target: str, wide_streams: bool) -> bool:
+    """Whether a chained kernel has enough registers."""
+    return target == SMALL or not wide_streams or (padded, name) not in _TOO_LARGE
 
 
 @cache
@@ -158,7 +175,7 @@ def _from_file(path: str | None, target: str) -> dict[tuple[int | None, str], Ti
             written = json.load(file)
         entries = written["tiles"].get(target, [])
         return {(entry["streams"], _known(entry["kernel"])): Tile(*map(_size, entry["tile"])) for entry in entries}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{VARIABLE} is {path!r}, which is no file of tiles ({error}); `temper gpu-check --tune` writes one"
         ) from error
@@ -171,9 +188,7 @@ def _known(name: str) -> str:
 
 
 def _size(number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= 4096:
-        raise ValueError(f"a tile of {number!r}")
-    return number
+    return check_int("a tile", number, 0, 4096)
 
 
 @lru_cache(maxsize=64)

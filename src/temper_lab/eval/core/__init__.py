@@ -1,8 +1,7 @@
 """CORE: 22 tasks of three kinds, from a bundle of files."""
 
 from temper_lab.eval.core.bundle import Bundle, Task, load_bundle
-from temper_lab.eval.core.evaluate import evaluate_task
-from temper_lab.eval.core.partial import Partial
+from temper_lab.eval.core.scoring import Partial, evaluate_task
 from temper_lab.eval.core.summary import CORE_TASKS, GROUPS, TaskResult, centered, core, groups
 
 __all__ = [

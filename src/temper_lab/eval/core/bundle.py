@@ -1,21 +1,150 @@
-"""A bundle of tasks: `core.yaml`, `eval_meta_data.csv` and the items in `eval_data/`."""
+"""A bundle of CORE: the archive it is downloaded in, and the tasks and items of its files."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import http.client
 import json
+import lzma
 import random
-from collections.abc import Sequence
+import stat
+import struct
+import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import StringIO
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from temper.registry import unknown
-from temper_lab.eval.core.kinds import KINDS, Item, Kind
-from temper_lab.io import FileError, brief, parse_json, read_text, read_yaml
+from temper.registry import check_int, unknown
+from temper_lab.data.download import DownloadError, Pace, SourceError
+from temper_lab.eval.core.tasks import KINDS, Item, Kind
+from temper_lab.io import FileError, atomic_dir, brief, parse_json, read_text, read_yaml
+
+# The public bundle has about 160 MB compressed, and is well below these limits.
+MAX_BYTES, MAX_PACKED_BYTES, MAX_FILES = 2 << 30, 1 << 30, 10_000
+CHUNK = 1 << 20
+TIMEOUT = 60
+
+
+@contextmanager
+def open_bundle(bundle: Path) -> Iterator[Path]:
+    """Gives the folder of a bundle; a zip is unpacked into a temporary one."""
+    if not bundle.is_file():
+        yield bundle
+        return
+    with tempfile.TemporaryDirectory(prefix="temper-core-") as folder:
+        unpack(bundle, Path(folder))
+        yield Path(folder)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpacks a zip. Unsafe names and excessive sizes raise ValueError before anything is written."""
+    try:
+        with zipfile.ZipFile(archive) as file:
+            members = file.infolist()
+            _check(members)
+            for member in members:
+                # Reads at most the size that was checked, and verifies the checksum.
+                file.extract(member, folder)
+    # Encrypted archives raise RuntimeError, unknown compression NotImplementedError, damaged streams their own errors.
+    except (zipfile.BadZipFile, EOFError, RuntimeError, zlib.error, lzma.LZMAError, struct.error) as error:
+        raise ValueError(f"{archive} is not a zip that can be unpacked: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{archive}: {error}") from error
+
+
+def _check(members: list[zipfile.ZipInfo]) -> None:
+    if len(members) > MAX_FILES:
+        raise ValueError(f"{len(members):,} files; an evaluation bundle has at most {MAX_FILES:,}")
+    if (total := sum(member.file_size for member in members)) > MAX_BYTES:
+        raise ValueError(f"{total:,} bytes when unpacked; an evaluation bundle has at most {MAX_BYTES:,}")
+    for member in members:
+        # The library would silently write such a file elsewhere.
+        path = PurePosixPath(member.orig_filename.replace("\\", "/"))
+        if path.is_absolute() or ".." in path.parts or ":" in str(path):
+            raise ValueError(f"{member.orig_filename!r} leads out of the archive; nothing was unpacked")
+        if stat.S_ISLNK(member.external_attr >> 16):
+            raise ValueError(f"{member.orig_filename!r} is a link; expected files and folders")
+
+
+def check_address(url: str) -> None:
+    """Raises ValueError unless an address is http or https; other schemes read local files."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the address is {url!r}; expected http:// or https://")
+
+
+def download_bundle(
+    url: str, folder: Path, *, sha256: str | None = None, progress: Callable[[int, int | None], None] | None = None
+) -> str:
+    """Downloads a zip and unpacks it into a new folder, atomically; gives the SHA-256 of the zip.
+
+    Args:
+        sha256: the expected SHA-256.
+        progress: called with the bytes received, and the total if it is known.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists; expected the name of a folder that the bundle can be unpacked into")
+    check_address(url)
+    folder = folder.absolute()
+    with atomic_dir(folder) as work:
+        # Downloaded beside the folder, which gets its name when it is complete.
+        packed = work.with_name("bundle.zip")
+        found = _receive(url, packed, progress, is_checked=sha256 is not None)
+        if sha256 is not None and found != sha256.lower():
+            raise DownloadError(f"what {url} sent has the SHA-256 {found}, expected {sha256.lower()}")
+        unpack(packed, work)
+    return found
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to http and https only, and without a SHA-256 only on the same host."""
+
+    def __init__(self, *, is_checked: bool) -> None:
+        self.is_checked = is_checked
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        if new.scheme not in ("http", "https") or (old.scheme == "https" and new.scheme == "http"):
+            raise DownloadError(f"{req.full_url} leads to {newurl[:200]!r}, which is not followed")
+        if not self.is_checked and new.hostname != old.hostname:
+            raise DownloadError(
+                f"{req.full_url} leads to another host, {str(new.hostname)[:200]!r}; give --sha256, or that address"
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _receive(url: str, path: Path, progress: Callable[[int, int | None], None] | None, *, is_checked: bool) -> str:
+    digest, done, pace = hashlib.sha256(), 0, Pace()
+    opener = urllib.request.build_opener(_SameHost(is_checked=is_checked))
+    try:
+        with opener.open(url, timeout=TIMEOUT) as response, open(path, "xb") as file:
+            length = response.headers.get("Content-Length") or ""
+            total = int(length) if length.isdecimal() and len(length) < 20 else None
+            # Read in small chunks, so that a slow server is noticed.
+            while chunk := response.read1(CHUNK):
+                done += len(chunk)
+                pace.check(done)
+                if max(done, total or 0) > MAX_PACKED_BYTES:
+                    raise DownloadError(f"{url}: more than {MAX_PACKED_BYTES:,} bytes; too many for a bundle")
+                file.write(chunk)
+                digest.update(chunk)
+                if progress is not None:
+                    progress(done, total)
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, SourceError) as error:
+        raise DownloadError(f"{url} did not come ({error}). Go online, or take --bundle from elsewhere.") from error
+    if total is not None and done != total:
+        raise DownloadError(f"{url} ended after {done:,} of {total:,} bytes. Run the same command again.")
+    return digest.hexdigest()
+
 
 TASKS_FILE, BASELINES_FILE, ITEMS_FOLDER = "core.yaml", "eval_meta_data.csv", "eval_data"
 SHUFFLE_SEED = 1337
@@ -28,8 +157,8 @@ class Task:
     """A task with its items, in the order in which they are evaluated.
 
     Args:
-        num_shots: examples before every item.
-        delimiter: between a question and its answer.
+        num_shots: the number of examples before every item.
+        delimiter: the text between a question and its answer.
         baseline: the accuracy of guessing, from 0 to 1.
     """
 
@@ -46,7 +175,7 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the prompts and the answers."""
+        """A hash of everything that determines prompts and answers."""
         content = json.dumps([self.label, self.kind_name, self.num_shots, self.delimiter, self.items], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -56,8 +185,8 @@ class Bundle:
     """The tasks to evaluate.
 
     Args:
-        absent: labels of `core.yaml` whose items the bundle does not hold.
-        baselines: the file that the baselines are from.
+        absent: labels of `core.yaml` whose items are not in the bundle.
+        baselines: the file of the baselines.
     """
 
     tasks: list[Task]
@@ -69,8 +198,8 @@ def load_bundle(folder: str | Path, *, labels: Sequence[str] | None = None, max_
     """Reads and checks a bundle, or raises ValueError.
 
     Args:
-        labels: only these tasks, whose items then have to be there; all that the bundle holds if left out.
-        max_per_task: only so many items of each task, after shuffling.
+        labels: the tasks to load, whose items must be there; by default all tasks in the bundle.
+        max_per_task: the most items to use of each task, after shuffling.
     """
     root = find_root(Path(folder))
     entries = _read_tasks(root / TASKS_FILE)
@@ -107,7 +236,7 @@ def load_bundle(folder: str | Path, *, labels: Sequence[str] | None = None, max_
 
 
 def find_root(folder: Path) -> Path:
-    """The folder with `core.yaml`: this one, or the only one in it, as archives have it."""
+    """The folder with `core.yaml`: this one, or its only subfolder, as in archives."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; expected an evaluation bundle, or a zip of one")
     if (folder / TASKS_FILE).is_file():
@@ -146,10 +275,9 @@ def _task(entry: Any) -> dict[str, Any]:
     if entry["icl_task_type"] not in KINDS:
         raise unknown("icl_task_type", entry["icl_task_type"], list(KINDS))
     shots = entry.get("num_fewshot")
-    # A list in the public bundle, of one number.
+    # The public bundle has a list of one number.
     shots = shots[0] if isinstance(shots, list) and len(shots) == 1 else shots
-    if isinstance(shots, bool) or not isinstance(shots, int) or shots < 0:
-        raise ValueError(f"'num_fewshot' is {brief(entry.get('num_fewshot'))}; expected one whole number >= 0")
+    check_int("'num_fewshot'", shots, expected="one whole number >= 0")
     uri = Path(entry["dataset_uri"])
     if uri.is_absolute() or ".." in uri.parts or "\0" in entry["dataset_uri"]:
         raise ValueError(f"'dataset_uri' is {str(uri)!r}; expected a path inside {ITEMS_FOLDER}/")

@@ -33,7 +33,7 @@ inline void combine(const R* weights, const S* rows, Index num_rows, Index dim, 
 // Rows of a map, tile of features by tile of features. In rows of their own, neighbours would often lie a
 // multiple of 4096 bytes apart and keep throwing each other out of the cache.
 struct Tiles {
-    static constexpr Index SIZE = 2 * LANES;
+    static constexpr Index SIZE = 2 * Width<Wide<float>>::value;
     Tiles(Index rows, Index streams, Index dim)
         : rows(rows), streams(streams), dim(dim), across((dim + SIZE - 1) / SIZE) {}
 
@@ -147,18 +147,20 @@ MakePerToken finisher(const Sizes& sizes, const S* streams, const Y* y, const R*
             const R *res = weights + t * sizes.weights + n, *post = res + n * n;
             const Y* branch = y + t * dim;
             S* target = in_place ? buffer.data() : next + t * sizes.width;
-            by_four(n, [&](Index m, auto num_m) {
-                features<R>(0, dim, [&](Index d, auto kind, auto num) {
-                    using V = decltype(kind);
-                    constexpr int NM = num_m, U = num;
-                    V acc[NM][U];
-                    for (int u = 0; u < U; ++u) {
-                        V value = load<V>(branch + d + u * Width<V>::value);
-                        for (int k = 0; k < NM; ++k) acc[k][u] = value * post[m + k];
-                    }
-                    mix(acc, res + m * n, n, 1, h, n, dim, d);
-                    for (int k = 0; k < NM; ++k)
-                        for (int u = 0; u < U; ++u) store(target + (m + k) * dim + d + u * Width<V>::value, acc[k][u]);
+            spans(n, dim, [&](Index begin, Index end) {
+                by_four(n, [&](Index m, auto num_m) {
+                    features<R>(begin, end, [&](Index d, auto kind, auto num) {
+                        using V = decltype(kind);
+                        constexpr int NM = num_m, U = num, W = Width<V>::value;
+                        V acc[NM][U];
+                        for (int u = 0; u < U; ++u) {
+                            V value = load<V>(branch + d + u * W);
+                            for (int k = 0; k < NM; ++k) acc[k][u] = value * post[m + k];
+                        }
+                        mix(acc, res + m * n, n, 1, h, n, dim, d);
+                        for (int k = 0; k < NM; ++k)
+                            for (int u = 0; u < U; ++u) store(target + (m + k) * dim + d + u * W, acc[k][u]);
+                    });
                 });
             });
             if (in_place) std::copy(buffer.begin(), buffer.end(), next + t * sizes.width);
@@ -237,16 +239,18 @@ void begin(const Plan& plan, Index tokens, int threads, bool project, const S* s
 // What a token's streams get through x and through mixing: dH[n] = pre[n] dx + sum_m res[m, n] G[m].
 template <class S, class R>
 void pull_mixed(const Index n, const Index dim, const S* grad, const S* d_x, const R* weights, R* out) {
-    by_four(n, [&](Index k, auto num_k) {
-        features<R>(0, dim, [&](Index d, auto kind, auto num) {
-            using V = decltype(kind);
-            constexpr int NK = num_k, U = num, W = Width<V>::value;
-            V acc[NK][U] = {};
-            if (d_x) mix(acc, weights + k, 1, 0, d_x, 1, dim, d);
-            if (grad) mix(acc, weights + n + k, 1, n, grad, n, dim, d);
-            R* target = out + k * dim + d;
-            for (int i = 0; i < NK; ++i, target += dim)
-                for (int u = 0; u < U; ++u) store(target + u * W, acc[i][u]);
+    spans(n, dim, [&](Index begin, Index end) {
+        by_four(n, [&](Index k, auto num_k) {
+            features<R>(begin, end, [&](Index d, auto kind, auto num) {
+                using V = decltype(kind);
+                constexpr int NK = num_k, U = num, W = Width<V>::value;
+                V acc[NK][U] = {};
+                if (d_x) mix(acc, weights + k, 1, 0, d_x, 1, dim, d);
+                if (grad) mix(acc, weights + n + k, 1, n, grad, n, dim, d);
+                R* target = out + k * dim + d;
+                for (int i = 0; i < NK; ++i, target += dim)
+                    for (int u = 0; u < U; ++u) store(target + u * W, acc[i][u]);
+            });
         });
     });
 }
@@ -255,13 +259,14 @@ void pull_mixed(const Index n, const Index dim, const S* grad, const S* d_x, con
 //     dH[n] = mixed[n] + own H[n] + sum_r dz[r] in_map[r, n],   din_map[r] += dz[r] H.
 // `slopes` is dz, eight tokens for every row; `packed` and `sums` are maps in tiles. The block is in the second cache
 // by now, so the order is that of the maps: four tokens share what is loaded of them. This is all arithmetic, so
-// meanwhile the next block is fetched, what comes after `streams` and what comes after `grad`.
+// meanwhile the next block is fetched, what comes after `streams` and what comes after `grad`. Both sums are taken at
+// once where there are registers for it.
 template <class S, class R>
 void pull_routed(const Tiles tiles, const Index count, const S* streams, const S* grad, const R* mixed, const R* own,
                  const R* slopes, const R* packed, R* sums, S* out) {
     const Index n = tiles.streams, dim = tiles.dim, rows = tiles.rows, width = n * dim;
-    constexpr int LINES = 4;
-    const Index bytes = LANES * width * sizeof(S), steps = n * (LANES / 4) * (dim / (2 * LANES)) * LINES;
+    constexpr int LINES = 4 * Tiles::SIZE / (2 * LANES);
+    const Index bytes = LANES * width * sizeof(S), steps = n * (LANES / 4) * (dim / Tiles::SIZE) * LINES;
     Ahead next_streams(streams + LANES * width, bytes, steps), next_grad(grad + LANES * width, bytes, steps);
     for (Index k = 0; k < n; ++k) {
         by_four(count, [&](Index t, auto num_t) {
@@ -279,15 +284,31 @@ void pull_routed(const Tiles tiles, const Index count, const S* streams, const S
                 });
                 next_streams.go(LINES), next_grad.go(LINES);
                 const R *row = packed + tiles.at(k, d), *slope = slopes + t;
-                for (Index r = 0; r < rows; ++r, row += Tiles::SIZE, slope += LANES) {
+                R* sum = sums + tiles.at(k, d);
+                V kept[NT][U];
+                if constexpr (MANY_REGISTERS)
+                    times<NT>([&](auto a) {
+                        times<U>([&](auto u) { kept[a][u] = in_register(load<V>(h + a * width + u * W)); });
+                    });
+                for (Index r = 0; r < rows; ++r, row += Tiles::SIZE, sum += Tiles::SIZE, slope += LANES) {
                     V line[U];
                     times<U>([&](auto u) { line[u] = in_register(load<V>(row + u * W)); });
-                    times<NT>([&](auto a) { times<U>([&](auto u) { acc[a][u] += line[u] * slope[a]; }); });
+                    if constexpr (MANY_REGISTERS) {
+                        V add[U];
+                        times<U>([&](auto u) { add[u] = load<V>(sum + u * W); });
+                        times<NT>([&](auto a) {
+                            V each = in_register(same<V>(slope[a]));
+                            times<U>([&](auto u) { acc[a][u] += line[u] * each, add[u] += kept[a][u] * each; });
+                        });
+                        times<U>([&](auto u) { store(sum + u * W, add[u]); });
+                    } else {
+                        times<NT>([&](auto a) { times<U>([&](auto u) { acc[a][u] += line[u] * slope[a]; }); });
+                    }
                 }
                 times<NT>([&](auto a) { times<U>([&](auto u) { store(target + a * width + u * W, acc[a][u]); }); });
             });
         });
-        if (!rows) continue;
+        if (MANY_REGISTERS || !rows) continue;
         by_four(count, [&](Index t, auto num_t) {
             features<R>(0, dim, [&](Index d, auto kind, auto num) {
                 using V = decltype(kind);

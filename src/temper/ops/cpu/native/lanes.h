@@ -21,10 +21,22 @@ struct PackOf {
 };
 template <class Real>
 using Pack = typename PackOf<Real, LANES>::type;
+// Neighbouring features of one token: as many as a register holds, where that is more.
+#if defined(__AVX512F__)
+constexpr bool MANY_REGISTERS = true;
+template <class Real>
+using Wide = typename PackOf<Real, sizeof(Real) == 4 ? 2 * LANES : LANES>::type;
+#else
+constexpr bool MANY_REGISTERS = false;
+template <class Real>
+using Wide = Pack<Real>;
+#endif
 
 typedef std::int32_t Int8 __attribute__((vector_size(32)));
 typedef std::uint32_t Word8 __attribute__((vector_size(32)));
 typedef std::uint16_t Half8 __attribute__((vector_size(16)));
+typedef std::uint32_t Word16 __attribute__((vector_size(64)));
+typedef std::uint16_t Half16 __attribute__((vector_size(32)));
 
 struct BFloat16 {
     std::uint16_t bits;
@@ -44,7 +56,7 @@ using Real = typename RealOf<S>::type;
 
 template <class V>
 struct Width {
-    static constexpr int value = LANES;
+    static constexpr int value = sizeof(V) / sizeof(std::declval<V&>()[0]);
 };
 template <>
 struct Width<float> {
@@ -79,15 +91,25 @@ inline V load(const double* p) {
 }
 template <class V>
 inline V load(const BFloat16* p);
-template <>
-inline Pack<float> load<Pack<float>>(const BFloat16* p) {
-    Half8 half;
+template <class V, class Word, class Half>
+inline V widened(const BFloat16* p) {
+    Half half;
     std::memcpy(&half, p, sizeof half);
-    Word8 word = __builtin_convertvector(half, Word8) << 16;
-    Pack<float> v;
+    Word word = __builtin_convertvector(half, Word) << 16;
+    V v;
     std::memcpy(&v, &word, sizeof v);
     return v;
 }
+template <>
+inline Pack<float> load<Pack<float>>(const BFloat16* p) {
+    return widened<Pack<float>, Word8, Half8>(p);
+}
+#if defined(__AVX512F__)
+template <>
+inline Wide<float> load<Wide<float>>(const BFloat16* p) {
+    return widened<Wide<float>, Word16, Half16>(p);
+}
+#endif
 template <>
 inline float load<float>(const BFloat16* p) {
     std::uint32_t word = std::uint32_t(p->bits) << 16;
@@ -105,13 +127,18 @@ inline void store(double* p, V v) {
     std::memcpy(p, &v, sizeof v);
 }
 // To the nearest, ties to even; what is not a number stays so.
-inline void store(BFloat16* p, Pack<float> v) {
-    Word8 word;
+template <class Word, class Half, class V>
+inline void store_rounded(BFloat16* p, V v) {
+    Word word;
     std::memcpy(&word, &v, sizeof word);
-    Word8 rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
-    Half8 half = __builtin_convertvector(v == v ? rounded : Word8{} + 0x7fc0u, Half8);
+    Word rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    Half half = __builtin_convertvector(v == v ? rounded : Word{} + 0x7fc0u, Half);
     std::memcpy(p, &half, sizeof half);
 }
+inline void store(BFloat16* p, Pack<float> v) { store_rounded<Word8, Half8>(p, v); }
+#if defined(__AVX512F__)
+inline void store(BFloat16* p, Wide<float> v) { store_rounded<Word16, Half16>(p, v); }
+#endif
 inline void store(BFloat16* p, float v) {
     std::uint32_t word;
     std::memcpy(&word, &v, sizeof word);
@@ -122,7 +149,9 @@ inline void store(BFloat16* p, float v) {
 // reference to an entry of an array would be written back to the array, in memory.
 template <class V>
 inline V in_register(V v) {
-#if defined(__AVX__)
+#if defined(__AVX512F__)
+    if constexpr (sizeof(V) <= 64) asm("" : "+v"(v));
+#elif defined(__AVX__)
     if constexpr (sizeof(V) <= 32) asm("" : "+x"(v));
 #endif
     return v;
@@ -134,11 +163,14 @@ inline double total(double v) { return v; }
 template <class V>
 inline auto total(V v) {
     using R = std::remove_reference_t<decltype(std::declval<V&>()[0])>;
-    typename PackOf<R, LANES / 2>::type low, high;
+    typename PackOf<R, Width<V>::value / 2>::type low, high;
     std::memcpy(&low, &v, sizeof(low));
     std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
     low += high;
-    return (low[0] + low[2]) + (low[1] + low[3]);
+    if constexpr (Width<V>::value > LANES)
+        return total(low);
+    else
+        return (low[0] + low[2]) + (low[1] + low[3]);
 }
 
 // Lane k of vector i becomes lane i of vector k: one bit of both numbers after the other changes places.

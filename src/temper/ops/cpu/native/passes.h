@@ -38,11 +38,13 @@ inline void by_three(Index count, F&& f) {
     if (k + 1 == count) f(k, Const<1>{});
 }
 
-// f(feature, vector, how many vectors) over a range of features: packs, then single numbers.
+// f(feature, vector, how many vectors) over a range of features: the widest vectors, then packs, then single numbers.
 template <class R, class F>
 inline void features(Index begin, Index end, F&& f) {
     Index d = begin;
-    for (; d + 2 * LANES <= end; d += 2 * LANES) f(d, Pack<R>{}, Const<2>{});
+    constexpr int WIDE = Width<Wide<R>>::value;
+    for (; d + 2 * WIDE <= end; d += 2 * WIDE) f(d, Wide<R>{}, Const<2>{});
+    if (WIDE > LANES && d + WIDE <= end) f(d, Wide<R>{}, Const<1>{}), d += WIDE;
     if (d + LANES <= end) f(d, Pack<R>{}, Const<1>{}), d += LANES;
     for (; d < end; ++d) f(d, R{}, Const<1>{});
 }
@@ -50,6 +52,13 @@ inline void features(Index begin, Index end, F&& f) {
 // Features that are worked on before the next row: few enough for the caches, and so many that adding up a vector at
 // the end of each span costs little.
 constexpr Index SPAN = 2048;
+
+// f(begin, end) over spans of features so short that half of a first cache of 32 KB holds `rows` rows of them.
+template <class F>
+inline void spans(Index rows, Index dim, F&& f) {
+    const Index span = std::max<Index>(64, 4096 / rows / 64 * 64);
+    for (Index begin = 0; begin < dim; begin += span) f(begin, std::min(dim, begin + span));
+}
 
 // Fetches `bytes` from `from` on, which are wanted soon, in as many steps as `go` will be called.
 struct Ahead {
@@ -63,7 +72,7 @@ struct Ahead {
     Index step;
 };
 struct Nothing {
-    void go() {}
+    void go(int) {}
 };
 
 // About how often `dots` calls `go`.
@@ -75,21 +84,22 @@ inline Index dots_of(Index num_left, Index num_right, Index length) {
 template <class A, class B, class R, class F = Nothing>
 inline void dots(const A* left, Index num_left, Index left_stride, const B* right, Index num_right, Index right_stride,
                  Index length, R* sums, Index stride, F next_left = {}, F next_right = {}) {
+    constexpr int WIDE = Width<Wide<R>>::value;
     for (Index begin = 0; begin < length; begin += SPAN) {
-        Index end = std::min(length, begin + SPAN), whole = begin + (end - begin) / LANES * LANES;
+        Index end = std::min(length, begin + SPAN), whole = begin + (end - begin) / WIDE * WIDE;
         by_three(num_right, [&](Index b, auto num_b) {
             by_four(num_left, [&](Index a, auto num_a) {
                 constexpr int NA = num_a, NB = num_b;
                 const A* lines = left + a * left_stride;
                 const B* rows = right + b * right_stride;
-                Pack<R> sum[NA][NB] = {};
+                Wide<R> sum[NA][NB] = {};
 #pragma GCC unroll 2
-                for (Index d = begin; d < whole; d += LANES) {
-                    next_left.go(), next_right.go();
-                    Pack<R> row[NB];
-                    times<NB>([&](auto j) { row[j] = load<Pack<R>>(rows + j * right_stride + d); });
+                for (Index d = begin; d < whole; d += WIDE) {
+                    next_left.go(WIDE / LANES), next_right.go(WIDE / LANES);
+                    Wide<R> row[NB];
+                    times<NB>([&](auto j) { row[j] = load<Wide<R>>(rows + j * right_stride + d); });
                     times<NA>([&](auto i) {
-                        Pack<R> line = load<Pack<R>>(lines + i * left_stride + d);
+                        Wide<R> line = load<Wide<R>>(lines + i * left_stride + d);
                         times<NB>([&](auto j) { sum[i][j] += line * row[j]; });
                     });
                 }

@@ -277,30 +277,46 @@ def through_maps(
     return tl.reshape(total, (BT * NP // 16, 16, BD))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "TILES"])
 def streams_backward(
-    grad, d_x, d_z, own, streams, maps, weights, d_streams, T, D, R,
-    HAS_GRAD: tl.constexpr, HAS_X: tl.constexpr,
+    grad, d_x, d_z, own, streams, maps, weights, d_streams, parts, T, D, R, TILES,
+    HAS_GRAD: tl.constexpr, HAS_X: tl.constexpr, HAS_PARTS: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """All parts of d_streams at once: through mixing, the maps, the norm and reading."""
-    first = tl.program_id(0) * BT
+    """All parts of d_streams: through mixing, the maps, the norm and reading. BD features, TILES tiles of BT tokens.
+
+    With HAS_PARTS also what `maps_backward` does, for up to RP rows, without reading the streams again.
+    """
+    p = tl.program_id(0)
     d0 = tl.program_id(1) * BD
-    total = through_maps(d_z, maps, first, d0, T, D, R, N, NP, HALF, WIDE, EXACT, BT, BD, RP)
-    t, n = group_rows(first, BT * NP // 16, NP)
     d = d0 + tl.arange(0, BD)[None, None, :]
-    held = (t < T) & (n < N)
-    inside = held & (d < D)
-    place = (t * N + n) * D + d
-    if HAS_GRAD:
-        g = tl.load(grad + place, mask=inside, other=0.0)
-        total = wide_dot(diagonal_blocks(weights, t, n, held, N, NP, True), g, total, HALF, WIDE, EXACT)
-    rest = tl.load(streams + place, mask=inside, other=0.0).to(WIDE) * tl.load(own + t, mask=t < T, other=0.0)
-    if HAS_X:
-        gx = tl.load(d_x + t * D + d, mask=inside, other=0.0).to(WIDE)
-        rest += tl.load(weights + t * (N * N + 2 * N) + n, mask=held, other=0.0) * gx
-    tl.store(d_streams + place, (total + rest).to(d_streams.dtype.element_ty), mask=inside)
+    r = tl.arange(0, RP)
+    total_maps = tl.zeros((RP, NP * BD), WIDE)
+    for i in range(TILES):
+        first = (p * TILES + i) * BT
+        total = through_maps(d_z, maps, first, d0, T, D, R, N, NP, HALF, WIDE, EXACT, BT, BD, RP)
+        t, n = group_rows(first, BT * NP // 16, NP)
+        held = (t < T) & (n < N)
+        inside = held & (d < D)
+        place = (t * N + n) * D + d
+        if HAS_GRAD:
+            g = tl.load(grad + place, mask=inside, other=0.0)
+            total = wide_dot(diagonal_blocks(weights, t, n, held, N, NP, True), g, total, HALF, WIDE, EXACT)
+        h = tl.load(streams + place, mask=inside, other=0.0)
+        total += h.to(WIDE) * tl.load(own + t, mask=t < T, other=0.0)
+        if HAS_X:
+            gx = tl.load(d_x + t * D + d, mask=inside, other=0.0).to(WIDE)
+            total += tl.load(weights + t * (N * N + 2 * N) + n, mask=held, other=0.0) * gx
+        tl.store(d_streams + place, total.to(d_streams.dtype.element_ty), mask=inside)
+        if HAS_PARTS:
+            token = first.to(tl.int64) + tl.arange(0, BT)
+            dz = tl.load(d_z + token[None, :] * R + r[:, None], mask=(token < T)[None, :] & (r < R)[:, None], other=0.0)
+            total_maps = wide_dot(dz, tl.reshape(h, (BT, NP * BD)), total_maps, HALF, WIDE, EXACT)
+    if HAS_PARTS:
+        c = tl.arange(0, NP * BD)
+        at = (p.to(tl.int64) * R + r[:, None]) * (N * D) + ((c // BD) * D + d0 + c % BD)[None, :]
+        tl.store(parts + at, total_maps, mask=(r < R)[:, None] & ((c // BD < N) & (d0 + c % BD < D))[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "TILES"])

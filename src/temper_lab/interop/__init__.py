@@ -1,0 +1,1 @@
+"""Models to and from other formats and trainers: transformers, nanochat, DeepSeek-V4, Megatron-Core."""

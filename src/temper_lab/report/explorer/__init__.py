@@ -1,6 +1,0 @@
-"""The routing explorer: how streams are read, mixed and written, for every token of a text and every site."""
-
-from temper_lab.report.explorer.tab import Subject, build, tab
-from temper_lab.report.explorer.trace import Trace, trace
-
-__all__ = ["Subject", "Trace", "build", "tab", "trace"]
