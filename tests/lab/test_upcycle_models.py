@@ -186,7 +186,8 @@ def test_four_streams_become_more(name, larger, router):
     grown = grow_gpt(model, larger)
     assert (grown.num_streams, grown.config.preset) == (larger, name)
     assert [site.config for site in grown.sites()] == [grown.config.routing()] * 4
-    torch.testing.assert_close(grown(IDS), model(IDS), rtol=0, atol=1e-5)
+    # Copies are written 2^-10 apart, which costs some of its square: up to 12 in float64 (hc), 2 for the others.
+    torch.testing.assert_close(grown(IDS), model(IDS), rtol=0, atol=40 * 2**-20)
     with temper.observe(grown) as observation:
         grown(IDS)
     assert observation.reports()[-1].stream_similarity < 0.999

@@ -157,7 +157,8 @@ def run(name: str, rank: int, world: int) -> dict:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(temper.param_groups(model, lr=1e-2, weight_decay=0.1), foreach=False)
+    # With the usual eps a gradient that is all rounding error would move its parameter by the whole learning rate.
+    return torch.optim.AdamW(temper.param_groups(model, lr=1e-2, weight_decay=0.1), eps=1e-3, foreach=False)
 
 
 def train(model, optimizer, steps, rank: int = 0, world: int = 1) -> list[float]:
