@@ -191,7 +191,7 @@ def test_every_weighted_sweep_lowers_the_error(name, rank, monkeypatch):
 
     def best(starts, sweep, error, effort, *, usual, **how):
         if usual != descent.WEIGHTED:
-            return descent.best(starts, sweep, error, effort, usual=usual, **how)
+            return descent.best(starts, sweep, error, effort, defaults=usual, **how)
         for start in starts:
             seen.append([error(start)])
             for _ in range(6):

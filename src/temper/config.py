@@ -370,16 +370,16 @@ def cost(config: RouterConfig, tokens: int, *, dtype: torch.dtype = torch.float3
     size = torch.promote_types(dtype, torch.float32).itemsize
     if Gates.named(config.gates).fast and config.norm == "flat":
         # Saved per token: streams and y as they are stored; the routing, the bottleneck and the norm in full precision.
-        kept = (width + dim) * dtype.itemsize + (num_streams**2 + 2 * num_streams + rows + 2) * size
+        saved = (width + dim) * dtype.itemsize + (num_streams**2 + 2 * num_streams + rows + 2) * size
     else:
         # Autograd saves: streams, y, norm, the bottleneck twice (before and after the norm), the logits'
         # dynamic part, pre, post, res and what the mixer saves.
-        kept = width + dim + 2 + 2 * rows + logits + 4 * num_streams + num_streams**2
-        kept += mixer.saved(num_streams, **options)
+        saved = width + dim + 2 + 2 * rows + logits + 4 * num_streams + num_streams**2
+        saved += mixer.saved(num_streams, **options)
         if config.norm == "per-stream":
             # Only one scale per token leaves the sum; with one per stream the normed streams are saved as well.
-            kept += width
-        kept *= size
+            saved += width
+        saved *= size
     # Saved once: the maps, before and after the gain.
     maps = rows * width * (1 if config.gain == "none" else 2) + out_entries
-    return Cost(trained, frozen, fold + tokens * (routing + streams), maps * size + tokens * kept)
+    return Cost(trained, frozen, fold + tokens * (routing + streams), maps * size + tokens * saved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import signal
 import sys
 import threading
@@ -136,11 +135,16 @@ def size(num_bytes: float) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak memory of this process in bytes."""
+    """The peak memory of this process in bytes; 0 where the system does not tell."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
+    try:
+        # Windows has no such module.
+        import resource
+    except ImportError:
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -134,7 +134,7 @@ def test_comparisons_are_corrected_for_each_number_of_streams_alone():
     for n in (4, 8):
         runs += [run_entry("mhc", n, seed, bpb=1.99 + seed / 10 + seed / 1000) for seed in range(3)]
     found = compare(viewed(results(runs)), "residual")
-    assert [one.streams for one in found] == [4, 8]
+    assert [one.num_streams for one in found] == [4, 8]
     assert all(one.p_holm == one.paired.p for one in found)
 
 

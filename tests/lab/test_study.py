@@ -53,7 +53,7 @@ def test_every_study_expands_to_runs_that_count_what_the_library_counts(name):
         assert tuple(map(str, study.methods)) == methods
     for cell in study.cells:
         model = study.settings_of(cell).model
-        config = temper.preset(cell.method.preset, num_streams=cell.streams, dim=model.dim, **cell.method.options)
+        config = temper.preset(cell.method.preset, num_streams=cell.num_streams, dim=model.dim, **cell.method.options)
         counts = counts_of(study, cell, model.vocab_size)
         assert counts.added == 2 * model.depth * temper.count_parameters(config)
 
@@ -62,7 +62,7 @@ def test_counts_are_those_of_the_models_that_are_trained(tmp_path):
     study = study_of("ablations-cpu")
     # One block and one N are enough: all are the same. A width of its own, as a study of depth has.
     study = replace(study, recipe=replace(study.recipe, model=study.recipe.model.with_(depth=1, head_dim=32, width=96)))
-    for cell in (cell for cell in study.cells if cell.streams in (1, 4)):
+    for cell in (cell for cell in study.cells if cell.num_streams in (1, 4)):
         model = study.recipe_of(cell, tmp_path).model
         with torch.device("meta"):
             built = GPT(model)

@@ -57,7 +57,7 @@ def cp(weight: Tensor, rank: int, effort: Effort, *, first: State) -> State:
         lambda state: (small - dense(state)).square().sum().item(),
         effort,
         exact=1e-28 * weight.square().sum().item(),
-        usual=replace(PLAIN, trial=30),
+        defaults=replace(PLAIN, trial=30),
         extrapolate=True,
     )
     return tuple(basis @ factor for basis, factor in zip(bases, found, strict=True))
@@ -117,7 +117,7 @@ def weighted_cp(weight: Tensor, rank: int, moment: Moment, effort: Effort, *, fi
         error,
         effort,
         exact=1e-28 * moment.square(weight),
-        usual=WEIGHTED,
+        defaults=WEIGHTED,
         extrapolate=True,
     )
 

@@ -14,7 +14,7 @@ State = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Usual:
+class Defaults:
     """Defaults of an effort: maximal sweeps, the gain at which to stop, sweeps per start."""
 
     iters: int
@@ -22,9 +22,9 @@ class Usual:
     trial: int
 
 
-PLAIN = Usual(iters=500, tol=1e-7, trial=10)
+PLAIN = Defaults(iters=500, tol=1e-7, trial=10)
 # A weighted sweep costs many plain ones, and the first start is their result.
-WEIGHTED = Usual(iters=30, tol=1e-5, trial=3)
+WEIGHTED = Defaults(iters=30, tol=1e-5, trial=3)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def best(
     error: Callable[[State], float],
     effort: Effort,
     *,
-    usual: Usual,
+    defaults: Defaults,
     exact: float,
     extrapolate: bool = False,
 ) -> State:
@@ -82,17 +82,17 @@ def best(
     The result is never worse than any start, and the error never rises on the way.
 
     Args:
-        usual: defaults for the fields that `effort` leaves open.
+        defaults: for the fields that `effort` leaves open.
         exact: a squared error that is pure rounding; reaching it ends the search.
         extrapolate: also try a longer step in the direction of the last sweep (states must form a vector space).
     """
-    sweeps = usual.iters if effort.iters is None else effort.iters
-    tol = usual.tol if effort.tol is None else effort.tol
+    sweeps = defaults.iters if effort.iters is None else effort.iters
+    tol = defaults.tol if effort.tol is None else effort.tol
 
     def further(run: Run, more: int) -> Run:
         return _descend(run, sweep, error, more, tol, exact, extrapolate)
 
-    spent = min(usual.trial, sweeps)
+    spent = min(defaults.trial, sweeps)
     runs: list[Run] = []
     for start in starts:
         runs.append(further(Run(start, error(start)), spent))

@@ -37,7 +37,7 @@ def tt(weight: Tensor, bonds: Sequence[int], effort: Effort) -> State:
         lambda cores: (weight - dense(cores)).square().sum().item(),
         effort,
         exact=1e-28 * weight.square().sum().item(),
-        usual=PLAIN,
+        defaults=PLAIN,
     )
 
 
@@ -58,7 +58,7 @@ def weighted_tt(weight: Tensor, bonds: Sequence[int], moment: Moment, effort: Ef
     first, second, *rest = tt(white.view(weight.shape), bonds, effort)
     back = (stream_back @ first, torch.einsum("dc,acr->adr", feature_back, second), *rest)
     starts = [_orthonormal(tt(weight, bonds, effort)), _orthonormal(back)]
-    return best(starts, sweep, error, effort, exact=1e-28 * moment.square(weight), usual=WEIGHTED)
+    return best(starts, sweep, error, effort, exact=1e-28 * moment.square(weight), defaults=WEIGHTED)
 
 
 def dense(cores: State) -> Tensor:

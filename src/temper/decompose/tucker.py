@@ -41,7 +41,7 @@ def tucker(weight: Tensor, ranks: Sequence[int], effort: Effort) -> State:
             lambda state: (weight - dense(state)).square().sum().item(),
             effort,
             exact=1e-28 * weight.square().sum().item(),
-            usual=PLAIN,
+            defaults=PLAIN,
         )
 
     factors = [leading(weight, mode, r) for mode, r in enumerate(ranks)]
@@ -90,7 +90,7 @@ def weighted_tucker(weight: Tensor, ranks: Sequence[int], moment: Moment, effort
         stream, feature, *outs = (torch.randn(factor.shape, generator=random).double() for factor in plain[1:])
         # The first sweep finds the core, so none is needed.
         starts.append(_orthonormal((0 * core, stream_back @ stream, feature_back @ feature, *outs)))
-    return best(starts, sweep, error, effort, exact=1e-28 * moment.square(weight), usual=WEIGHTED)
+    return best(starts, sweep, error, effort, exact=1e-28 * moment.square(weight), defaults=WEIGHTED)
 
 
 def dense(state: State) -> Tensor:

@@ -62,12 +62,12 @@ def ahead_of_peers(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> d
     ahead = {}
     names = [name for name in ("cpu", "fused", "naive") if any(row["backend"] == name for row in rows)]
     for n in dict.fromkeys(row["streams"] for row in peers):
-        ours = [row for row in rows if row["method"].startswith("temper-") and row["backend"] == names[0]]
-        ours = [row for row in ours if row["streams"] == n]
-        theirs = [row for row in peers if row["streams"] == n]
-        if ours:
+        own = [row for row in rows if row["method"].startswith("temper-") and row["backend"] == names[0]]
+        own = [row for row in own if row["streams"] == n]
+        others = [row for row in peers if row["streams"] == n]
+        if own:
             better = {
-                field: max(row[field] for row in ours) < min(row[field] for row in theirs)
+                field: max(row[field] for row in own) < min(row[field] for row in others)
                 for field in ("ratio", "pair_ratio", "saved_ratio")
             }
             ahead[str(n)] = {"time": better["ratio"] and better["pair_ratio"], "memory": better["saved_ratio"]}
@@ -121,7 +121,7 @@ def show(report: Row, console: Console) -> None:
         "pair": "Block pair: time and memory, as multiples of plain residual adds",
         "growth": "One site against the number of streams",
         "step": "Whole training step of the lab's model, as multiples of the residual one",
-        "recompute": "Kept for the backward of 8 blocks, as multiples of plain residual adds",
+        "recompute": "Saved for the backward pass of 8 blocks, as multiples of plain residual adds",
         "sinkhorn": "Sinkhorn alone, 20 iterations, against log-domain autograd",
     }
     columns = {"pair": _pair, "growth": _growth, "step": _step, "recompute": _recompute, "sinkhorn": _sinkhorn}
@@ -140,10 +140,10 @@ def _headline(setting: Row) -> str:
         "freed memory stays with the process" if setting["keeps_freed_memory"] else "freed memory goes to the system",
     ]
     if setting["bandwidth_gb_s"]:
-        kept = setting["pair_saved_bytes"] / 1e6
+        saved = setting["pair_saved_bytes"] / 1e6
         lines.append(
             f"memory bandwidth {setting['bandwidth_gb_s']} GB/s; the residual pair takes "
-            f"{_times(setting['pair_ms'])} ms and keeps {kept:.1f} MB"
+            f"{_times(setting['pair_ms'])} ms and saves {saved:.1f} MB"
         )
     if step := setting.get("step"):
         lines.append(
@@ -176,7 +176,7 @@ def _pair(row: Row) -> dict[str, str]:
         "time": _ratio(row["ratio_spread"]),
         "chained": _ratio(row["chained_ratio_spread"]),
         "whole pair": _ratio(row["pair_ratio_spread"]),
-        "kept": f"{row['saved_ratio']:.2f}",
+        "saved": f"{row['saved_ratio']:.2f}",
         "of bandwidth": f"{row['bandwidth_share']:.0%}",
     }
 
@@ -190,14 +190,14 @@ def _step(row: Row) -> dict[str, str]:
         **_case(row),
         "ms": _times(row["step_ms"]),
         "time": _ratio(row["ratio_spread"]),
-        "kept": f"{row['saved_ratio']:.2f}",
+        "saved": f"{row['saved_ratio']:.2f}",
     }
 
 
 def _recompute(row: Row) -> dict[str, str]:
     return {
         **_case(row),
-        "kept": f"{row['saved_ratio']:.2f}",
+        "saved": f"{row['saved_ratio']:.2f}",
         "with recompute": f"{row['recompute_saved_ratio']:.2f}",
         "in groups of": str(row["group"]),
     }

@@ -204,28 +204,28 @@ class Case(NamedTuple):
     """
 
     method: str
-    streams: int
+    num_streams: int
     backend: str | None
 
     def __str__(self) -> str:
-        return f"{self.method}, N={self.streams}" + (f", {self.backend}" if self.backend else "")
+        return f"{self.method}, N={self.num_streams}" + (f", {self.backend}" if self.backend else "")
 
     def fields(self) -> dict[str, Any]:
         """The first entries of a row."""
-        return self._asdict()
+        return {"method": self.method, "streams": self.num_streams, "backend": self.backend}
 
     def site(self, width: int, layer_index: int = 0) -> AnySite:
         """Builds a site, an object with `begin` and `finish`."""
         if self == RESIDUAL:
             return Residual()
         if self.backend is None:
-            return PeerSite(self.method, self.streams, width, layer_index)
-        config = Method.parse(self.method).config(self.streams, width)
+            return PeerSite(self.method, self.num_streams, width, layer_index)
+        config = Method.parse(self.method).config(self.num_streams, width)
         return temper.HyperConnection(config, layer_index=layer_index)
 
     def shape(self, tokens: int, width: int) -> tuple[int, ...]:
         """The shape of the streams of one row of tokens."""
-        return (self.streams, tokens, width) if self.backend is None else (1, tokens, self.streams, width)
+        return (self.num_streams, tokens, width) if self.backend is None else (1, tokens, self.num_streams, width)
 
     def chosen(self) -> AbstractContextManager[None]:
         """A context in which its sites run on its backend."""
@@ -270,7 +270,7 @@ def _fallback(case: Case, width: int) -> str | None:
     with torch.device("meta"):
         site = case.site(width)
     assert case.backend is not None
-    ran = runs_on(case.backend, torch.empty(1, case.streams, width), site)
+    ran = runs_on(case.backend, torch.empty(1, case.num_streams, width), site)
     return None if ran == case.backend else f"the backend {case.backend} leaves this to {ran}"
 
 

@@ -282,9 +282,9 @@ def check_site(case: Case, width: int) -> None:
     site = case.site(width)
     assert isinstance(site, temper.HyperConnection)
     scatter(site)
-    streams = torch.randn(TOKENS, case.streams, width, requires_grad=True)
+    streams = torch.randn(TOKENS, case.num_streams, width, requires_grad=True)
     y = torch.randn(TOKENS, width, requires_grad=True)
-    grads = torch.randn(TOKENS, width), torch.randn(TOKENS, width), torch.randn(TOKENS, case.streams, width)
+    grads = torch.randn(TOKENS, width), torch.randn(TOKENS, width), torch.randn(TOKENS, case.num_streams, width)
     leaves = {"streams": streams, "y": y, **dict(site.named_parameters())}
 
     def run(name: str) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ class Timed:
         chained = ratios(self.seconds[CHAIN, case], self.seconds[PAIR, RESIDUAL])
         chained_ratio = spread(1 + 2 * share / CHAINED for share in chained)
         whole = spread(ratios(self.seconds[PAIR, case], self.seconds[PAIR, RESIDUAL]))
-        moved = site_bytes(case.streams, self.setting.width, self.setting.tokens)
+        moved = site_bytes(case.num_streams, self.setting.width, self.setting.tokens)
         speed = moved / row["site_ms"]["median"] * 1000
         return row | {
             "chained_ratio": chained_ratio["median"],
@@ -132,7 +132,7 @@ class Timed:
     def growth_row(self, case: Case, growth: Sequence[Case]) -> dict[str, Any]:
         """The row of a site, with its time relative to the fewest streams."""
         family = (other for other in growth if (other.method, other.backend) == (case.method, case.backend))
-        least = min(family, key=lambda other: other.streams)
+        least = min(family, key=lambda other: other.num_streams)
         times = spread(ratios(self.seconds[SITE, case], self.seconds[SITE, least]))
         return self.site_row(case) | {"times_least": times["median"]}
 
@@ -157,7 +157,7 @@ class PeerGPT(GPT):
 
     def __init__(self, config: ModelConfig, case: Case) -> None:
         super().__init__(config)
-        self.num_streams = case.streams
+        self.num_streams = case.num_streams
         for index, block in enumerate(self.blocks):
             block.register_module("attention_site", case.site(config.dim, 2 * index))
             block.register_module("mlp_site", case.site(config.dim, 2 * index + 1))
@@ -193,7 +193,7 @@ def measure_step(setting: Setting, cases: Sequence[Case], what: str) -> dict[str
     runs: dict[Case, Run] = {}
     saved: dict[Case, int] = {}
     for case in (RESIDUAL, *cases):
-        step = model_of(case.method, case.streams, case.backend is None and case != RESIDUAL)
+        step = model_of(case.method, case.num_streams, case.backend is None and case != RESIDUAL)
         runs[case], saved[case] = step_run(case, step), saved_bytes(case, step)
     # A step is the longest turn, and therefore the steadiest.
     rounds = (setting.rounds + 1) // 2
@@ -247,14 +247,14 @@ def measure_recompute(setting: Setting, cases: Sequence[Case], what: str) -> dic
             bar.update(done, str(case))
             stack = Stack(blocks, [case.site(width, layer) for layer in range(2 * BLOCKS)])
             streams = torch.randn(case.shape(setting.tokens, width), requires_grad=True)
-            kept = saved_bytes(case, stack, streams)
+            saved = saved_bytes(case, stack, streams)
             with_less = saved_bytes(case, temper.recompute(stack), streams)
             rows.append(
                 {
                     **case.fields(),
                     "blocks": BLOCKS,
                     "group": stack.routed()[0].recompute,
-                    "saved_ratio": round(kept / base, 4),
+                    "saved_ratio": round(saved / base, 4),
                     "recompute_saved_ratio": round(with_less / base, 4),
                 }
             )

@@ -90,7 +90,7 @@ def bench(
     from temper_lab.bench.benchmark import show
     from temper_lab.console import console
 
-    show(report, console(160))
+    show(report, console(240))
     for name, path in (("json", out), ("figure", plot)):
         if path is not None:
             print(f"{name}: {path}")

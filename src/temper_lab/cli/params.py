@@ -114,10 +114,12 @@ def _print_table(methods: Sequence[Method], counts: Counts, streams: list[int], 
     from rich.console import Console
 
     console = Console()
+    # The columns before the counts, of which those of one N take at most 40 characters.
+    names = 40 + max(len(str(method)) for method in methods)
     # A piped table may be of any width; in a terminal it is split by N to fit.
-    fitting = max(1, (console.width - 60) // 40) if console.is_terminal else len(streams)
+    fitting = max(1, (console.width - names) // 40) if console.is_terminal else len(streams)
     if not console.is_terminal:
-        console = Console(width=60 + 40 * len(streams))
+        console = Console(width=names + 40 * len(streams))
     for start in range(0, len(streams), fitting):
         console.print(_table(methods, counts, streams[start : start + fitting], dim, sites))
     for label, rows in counts.items():

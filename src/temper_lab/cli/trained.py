@@ -209,7 +209,7 @@ def export(
 
 def upcycle(
     model: Path,
-    streams: int,
+    num_streams: Annotated[int, tyro.conf.arg(name="streams")],
     out: Path,
     preset: Annotated[str, tyro.conf.arg(metavar="METHOD")] = "temper-tucker",
     router: Mapping[str, Any] = {},
@@ -234,7 +234,7 @@ def upcycle(
 
     Args:
         model: A model folder, the folder of a run, or a Hugging Face folder (a causal language model in safetensors).
-        streams: The number of streams of the new model.
+        num_streams: The number of streams of the new model.
         out: The folder to write, which must be new or empty.
         preset: The method: a preset listed by `temper params`, or one with overrides such as temper-cp:rank=8.
         router: Overrides of the preset as JSON, such as '{"rank": 8}'.
@@ -255,7 +255,7 @@ def upcycle(
             model,
             out,
             preset=method.preset,
-            num_streams=streams,
+            num_streams=num_streams,
             router=router,
             layout={"blocks": blocks, "sites": sites},
             seed=seed,
@@ -264,13 +264,13 @@ def upcycle(
         found = {
             "folder": str(out),
             "method": str(Method.of(method.preset, router)),
-            "streams": streams,
+            "streams": num_streams,
             "parameters": done.parameters,
         }
         found |= {"added": done.added, "largest_difference": done.difference, "largest_logit": done.largest}
         print(json.dumps(found | {"kind": done.kind, "note": done.note}, indent=2))
         return
-    print(f"{streams} streams of {name} in {out}, {done.kind}")
+    print(f"{num_streams} streams of {name} in {out}, {done.kind}")
     print(f"{done.added:,} parameters added, {done.parameters:,} now")
     print(f"largest difference of a logit {done.difference:.1e} (logits up to {done.largest:.3g})")
     if done.note:

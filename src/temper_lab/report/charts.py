@@ -314,8 +314,8 @@ def forest(study: StudyView, comparisons: Sequence[Comparison]) -> Chart | None:
     if not rows:
         return None
     looks, panels, against = styles(study.preset_of), [], rows[0].against
-    for n in dict.fromkeys(one.streams for one in rows):
-        here, marks, ticks = [one for one in rows if one.streams == n], [], []
+    for n in dict.fromkeys(one.num_streams for one in rows):
+        here, marks, ticks = [one for one in rows if one.num_streams == n], [], []
         for place, one in enumerate(here):
             look, y = looks[one.label], float(-place)
             ticks.append((y, one.label))

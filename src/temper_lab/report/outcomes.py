@@ -194,7 +194,7 @@ def _row(one: Finding) -> dict[str, Any]:
         "kind": claim.kind,
         "method": sample.method,
         "against": sample.against,
-        "streams": " ".join(map(str, claim.streams)) if sample.streams is None else str(sample.streams),
+        "streams": " ".join(map(str, claim.streams)) if sample.num_streams is None else str(sample.num_streams),
         "along": None if not claim.along else "N" if claim.along == STREAMS else claim.along,
         "estimate": one.estimate,
         "confidence": claim.rule.confidence,

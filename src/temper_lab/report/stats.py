@@ -257,7 +257,7 @@ class Comparison:
 
     against: str
     label: str
-    streams: int
+    num_streams: int
     differences: dict[int, float]
     paired: Paired | None
     p_holm: float | None
@@ -274,7 +274,7 @@ def baselines(study: StudyView) -> list[str]:
 
 def compare(study: StudyView, against: str) -> list[Comparison]:
     """One comparison for each method and N in which both have finished."""
-    return [one for streams in study.streams for one in _compare_at(study, against, streams)]
+    return [one for n in study.streams for one in _compare_at(study, against, n)]
 
 
 def _compare_at(study: StudyView, against: str, num_streams: int) -> list[Comparison]:

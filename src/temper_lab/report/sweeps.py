@@ -217,7 +217,7 @@ class Options:
 
     preset: str
     option: str
-    streams: int
+    num_streams: int
     fixed: Mapping[str, Any]
     values: tuple[tuple[Any, str], ...]
 
@@ -246,7 +246,7 @@ def option_sweeps(study: StudyView, num_streams: int) -> list[Options]:
 
 
 def _option_chart(study: StudyView, options: Options) -> Chart:
-    runs = {label: study.measured(label, options.streams) for _, label in options.values}
+    runs = {label: study.measured(label, options.num_streams) for _, label in options.values}
     counts = {label: next((run.added for run in found.values() if run.added), None) for label, found in runs.items()}
     is_log = all(_is_number(value) and value > 0 for value, _ in options.values)
     # Tuples of ranks are ordered by their parameters.
@@ -259,7 +259,7 @@ def _option_chart(study: StudyView, options: Options) -> Chart:
     labels = [label for _, label in order]
     line = Line(options.preset, style, tuple((x, runs[label]) for x, label in zip(places, labels, strict=True)))
     values = {x: value for x, (value, _) in zip(places, order, strict=True)}
-    sweep = Sweep.of("", axis, values, [line], _baseline(study, dict.fromkeys(places, options.streams)))
+    sweep = Sweep.of("", axis, values, [line], _baseline(study, dict.fromkeys(places, options.num_streams)))
     panels = [panel for metric in METRICS if (panel := _panel(sweep, metric))]
     known = [(x, counts[label]) for x, label in zip(places, labels, strict=True) if counts[label]]
     if known:
@@ -269,8 +269,8 @@ def _option_chart(study: StudyView, options: Options) -> Chart:
     fixed = "".join(f", {key} = {show_rank(value)}" for key, value in options.fixed.items())
     suffix = "".join(f"-{key}{show_rank(value)}" for key, value in options.fixed.items())
     return Chart(
-        f"sweep-{file_name(f'{options.preset}{suffix}-{options.option}-n{options.streams}')}",
-        f"{options.preset}: {options.option} at N = {options.streams}{fixed}{study.suffix}",
+        f"sweep-{file_name(f'{options.preset}{suffix}-{options.option}-n{options.num_streams}')}",
+        f"{options.preset}: {options.option} at N = {options.num_streams}{fixed}{study.suffix}",
         tuple(panels),
         _caption([sweep]),
     )

@@ -121,7 +121,7 @@ def significance_table(comparisons: Sequence[Comparison]) -> Table:
         rows.append(
             {
                 "against": one.against,
-                "streams": one.streams,
+                "streams": one.num_streams,
                 "method": one.label,
                 **one.settings,
                 "pairs": paired.pairs if paired else 0,

@@ -93,7 +93,7 @@ def statements(study: StudyView, main: Table, comparisons: Sequence[Comparison])
     found = {}
     for n in study.streams:
         rows = [row for row in main.rows if row["streams"] == n and row["bpb"] is not None and study.holds(row)]
-        here = [one for one in comparisons if one.streams == n]
+        here = [one for one in comparisons if one.num_streams == n]
         if rows:
             found[n] = [_best(rows), *_verdicts(here), *_savings(rows, here), *_order(rows, n)]
             if study.fields:
@@ -148,13 +148,13 @@ def _order(rows: Sequence[Row], n: int) -> list[str]:
     both = [row for row in rows if row["paper_bpb"] is not None]
     if len(both) < 2:
         return []
-    ours = " < ".join(row["method"] for row in sorted(both, key=lambda row: row["bpb"]))
+    here = " < ".join(row["method"] for row in sorted(both, key=lambda row: row["bpb"]))
     groups: dict[float, list[str]] = {}
     for row in sorted(both, key=lambda row: row["paper_bpb"]):
         groups.setdefault(row["paper_bpb"], []).append(row["method"])
-    theirs = " < ".join(" = ".join(names) for names in groups.values())
+    published = " < ".join(" = ".join(names) for names in groups.values())
     steps = paper()["steps"][str(n)]
-    return [f"Order by mean bpb: here {ours}; in the paper ({steps:,} steps) {theirs}."]
+    return [f"Order by mean bpb: here {here}; in the paper ({steps:,} steps) {published}."]
 
 
 # Charts that not every study has, so those of an earlier report are removed.

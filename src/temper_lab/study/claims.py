@@ -159,12 +159,12 @@ class Sample:
     """The numbers that one test of a claim rests on, one for each seed.
 
     Args:
-        streams: the number of streams; None for a trend over N.
+        num_streams: None for a trend over N.
     """
 
     method: str
     against: str
-    streams: int | None
+    num_streams: int | None
     by_seed: Mapping[int, float]
 
 
@@ -351,7 +351,7 @@ class Finding:
     @property
     def place(self) -> str:
         """The N at which it was tested; empty if it was tested over several."""
-        return "" if self.sample.streams is None else f"N = {self.sample.streams}"
+        return "" if self.sample.num_streams is None else f"N = {self.sample.num_streams}"
 
     @property
     def sentence(self) -> str:

@@ -35,7 +35,7 @@ def counts_of(study: Study, cell: Cell, vocab_size: int) -> Parameters:
 
 def flops_of(study: Study, cell: Cell, vocab_size: int) -> int:
     """The FLOPs of a training step per token, for a run that is not skipped."""
-    return _flops(study.settings_of(cell).model, cell.method, cell.streams, vocab_size)
+    return _flops(study.settings_of(cell).model, cell.method, cell.num_streams, vocab_size)
 
 
 @cache
@@ -64,7 +64,7 @@ Group = tuple[Method, int]
 def groups_of(study: Study) -> list[Group]:
     """The cases to measure: every method and N of runs whose step is that of the recipe."""
     cells = (cell for cell in study.cells if not study.refusal(cell) and not has_own_step(cell.vary))
-    return list(dict.fromkeys((cell.method, cell.streams) for cell in cells))
+    return list(dict.fromkeys((cell.method, cell.num_streams) for cell in cells))
 
 
 def measure(study: Study, vocab_size: int, threads: int) -> Cost | None:

@@ -95,7 +95,7 @@ def _run(study: Study, folder: Path, entry: Entry, vocab_size: int) -> Run:
         key=cell.key,
         preset=cell.method.preset,
         label=cell.method.label,
-        streams=cell.streams,
+        streams=cell.num_streams,
         seed=cell.seed,
         status=cast("Status", entry.status if entry.status in STATUSES else "waiting"),
         method=str(cell.method),
@@ -224,7 +224,7 @@ def _matching(study: Study, results: Results, path: Path) -> dict[str, Run]:
         steps = study.settings_of(cell).train.steps
         if not run.is_finished or run.bpb is None or (run.step, run.steps) != (steps, steps):
             continue
-        here = (str(cell.method), cell.streams, cell.seed, tuple(sorted(cell.vary)))
+        here = (str(cell.method), cell.num_streams, cell.seed, tuple(sorted(cell.vary)))
         if (run.method, run.streams, run.seed, run.settings) != here:
             raise ValueError(f"{path}: run {cell.key} is not of {cell}; expected what its key says")
         # The total also depends on the tokenizer, which may not exist yet.

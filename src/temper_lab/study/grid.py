@@ -96,27 +96,27 @@ class Cell:
     """One run of a study.
 
     Args:
-        streams: the true N, which is 1 for a residual network.
+        num_streams: the true N, which is 1 for a residual network.
         vary: the fields in which its recipe differs from that of the study.
     """
 
     method: Method
-    streams: int
+    num_streams: int
     seed: int
     vary: Settings = ()
 
     @property
     def key(self) -> str:
-        return f"{self.method.label}-n{self.streams}-s{self.seed}{varying.suffix(self.vary)}"
+        return f"{self.method.label}-n{self.num_streams}-s{self.seed}{varying.suffix(self.vary)}"
 
     @property
     def group(self) -> tuple[Method, int, Settings]:
         """The key that all seeds of a mean share."""
-        return self.method, self.streams, self.vary
+        return self.method, self.num_streams, self.vary
 
     def __str__(self) -> str:
         settings = f" with {varying.describe(self.vary)}" if self.vary else ""
-        return f"{self.method}, N={self.streams}, seed {self.seed}{settings}"
+        return f"{self.method}, N={self.num_streams}, seed {self.seed}{settings}"
 
 
 def override(

@@ -158,7 +158,7 @@ class Row:
     """
 
     method: str
-    streams: int
+    num_streams: int
     fields: Mapping[str, Any]
     added: int | None
     finished: int
@@ -241,7 +241,7 @@ def _words(row: Row) -> Sequence[str]:
         cost = f"{_decimal(row.cost.step_ms.median, ',.0f')} ms ({_decimal(row.cost.ratio.median, '.2f')}x)"
     return (
         row.method,
-        str(row.streams),
+        str(row.num_streams),
         *map(vary.show_or_dash, row.fields.values()),
         _decimal(row.added, ","),
         str(row.finished) if row.finished == row.asked else f"{row.finished} of {row.asked}",

@@ -268,7 +268,7 @@ def forecast(study: Study, folder: Path | None, execution: ExecutionOptions) -> 
         counts = counts_of(study, first, size)
         seeds = " ".join(str(cell.seed) for cell in cells)
         values = [vary.show_or_dash(study.value_of(first, name)) for name in fields]
-        words = [str(first.method), str(first.streams), *values, seeds]
+        words = [str(first.method), str(first.num_streams), *values, seeds]
         words += [f"{counts.added:,}", f"{counts.total:,}"]
         if reason := study.refusal(first):
             notes.append(f"{_name(first)} is skipped: {reason}")
@@ -301,7 +301,7 @@ def forecast(study: Study, folder: Path | None, execution: ExecutionOptions) -> 
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.method}, N={cell.streams}{f', {vary.describe(cell.vary)}' if cell.vary else ''}"
+    return f"{cell.method}, N={cell.num_streams}{f', {vary.describe(cell.vary)}' if cell.vary else ''}"
 
 
 def _each(numbers: Iterable[int]) -> str:

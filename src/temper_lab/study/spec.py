@@ -72,7 +72,7 @@ class Study:
 
         def place(cell: Cell) -> tuple[Any, ...]:
             values = ((ranks[name], self.value_of(cell, name)) for name in ranks)
-            return methods[cell.method], cell.streams, *(rank.get(value, -1) for rank, value in values), cell.seed
+            return methods[cell.method], cell.num_streams, *(rank.get(value, -1) for rank, value in values), cell.seed
 
         return tuple(sorted(self.queue, key=place))
 
@@ -128,13 +128,13 @@ class Study:
     def recipe_of(self, cell: Cell, folder: Path, threads: int | None = None) -> Recipe:
         """The recipe of a run in the study's folder."""
         recipe = self.settings_of(cell)
-        model = _model(recipe.model, cell.method, cell.streams)
+        model = _model(recipe.model, cell.method, cell.num_streams)
         train = replace(recipe.train, seed=cell.seed, threads=recipe.train.threads if threads is None else threads)
         tokenizer = replace(recipe.tokenizer, path=str(folder / "tokenizer"))
         return replace(recipe, model=model, train=train, tokenizer=tokenizer)
 
     def routing(self, cell: Cell) -> temper.RouterConfig:
-        return _model(self.settings_of(cell).model, cell.method, cell.streams).routing()
+        return _model(self.settings_of(cell).model, cell.method, cell.num_streams).routing()
 
     def refusal(self, cell: Cell) -> str | None:
         """The reason why a run is skipped, or None."""
@@ -234,9 +234,9 @@ def _checked(claim: Claim, study: Study) -> Claim:
         cells = [cell for cell in study.cells if cell.method == method]
         if not cells:
             raise _missing(text, study.methods)
-        at = [cell for cell in cells if cell.streams == num_streams or method.preset == "residual"]
+        at = [cell for cell in cells if cell.num_streams == num_streams or method.preset == "residual"]
         if not at:
-            raise _missing(f"{text} at N = {num_streams}", sorted({cell.streams for cell in cells}))
+            raise _missing(f"{text} at N = {num_streams}", sorted({cell.num_streams for cell in cells}))
         wanted = differing(settings.items(), method)
         if not any(differing(_vary(cell), method) == wanted for cell in at):
             raise _missing(f"{text} with {_words(settings.items())}", sorted({_words(_vary(cell)) for cell in at}))

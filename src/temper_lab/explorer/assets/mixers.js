@@ -57,7 +57,7 @@ function guardedRounds(logits, n, { iters, tol, eps }) {
 }
 
 // Where the rounds converge to: rows are softmaxes of logits + b, and b makes every column sum to 1. Newton's steps
-// on the convex dual where they bring the columns nearer, plain rounds elsewhere (src/temper/ops/newton.py).
+// on the convex dual where they bring the columns nearer, plain rounds elsewhere (src/temper/mixers/sinkhorn/newton.py).
 function sinkhornLimit(logits, n) {
   const look = (b) => {
     const value = logits.map((logit, index) => logit + b[index % n]);

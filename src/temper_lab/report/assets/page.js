@@ -12,7 +12,10 @@
       tab.tabIndex = isShown ? 0 : -1;
       if (isShown) {
         if (focus) tab.focus();
-        tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+        // Of its list alone: `scrollIntoView` also scrolls a page that this one is embedded in.
+        const list = tab.parentElement.getBoundingClientRect();
+        const box = tab.getBoundingClientRect();
+        tab.parentElement.scrollLeft += Math.min(0, box.left - list.left) + Math.max(0, box.right - list.right);
       }
     }
     for (const panel of panels) panel.hidden = panel.id !== id;

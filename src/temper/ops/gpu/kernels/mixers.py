@@ -206,7 +206,7 @@ def gram(p, NP: tl.constexpr):
 
 @triton.jit
 def solve_laplacian(weights, slope, NP: tl.constexpr):
-    """As in `temper.ops.newton`; the row that eliminated a node stays where it was."""
+    """As in `temper.mixers.sinkhorn.newton`; the row that eliminated a node stays where it was."""
     j = tl.arange(0, NP)[None, :]
     for i in range(NP - 1):
         k = NP - 1 - i
@@ -353,7 +353,7 @@ def pull_permutations(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SE
     return pulled
 
 
-# By the kinds of `temper.ops.plan.Native`.
+# By the kinds of mixers, as `temper.ops.plan.MixerSpec` names them.
 MIXERS = {
     "copy": (solve_copy, pull_copy),
     "identity": (solve_identity, pull_identity),
