@@ -366,9 +366,10 @@ def test_an_error_is_a_line_and_with_debug_a_traceback(capsys, monkeypatch, fini
 
 
 def test_the_lab_is_imported_where_there_is_no_fcntl():
+    """Windows has neither of the two modules."""
     code = """
         import importlib, pkgutil, sys
-        sys.modules["fcntl"] = None
+        sys.modules["fcntl"] = sys.modules["resource"] = None
         import temper_lab
         for module in pkgutil.iter_modules(temper_lab.__path__):
             if module.name not in ("__main__", "hf", "nanochat"):

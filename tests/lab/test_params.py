@@ -44,12 +44,15 @@ def test_the_table(capsys):
 
 
 def test_methods_in_the_notation_of_compare(capsys):
-    method = "mhc:generator=cp:mixer=kronecker:rank=2"
+    method = "mhc:gain=rank-one:generator=cp:mixer=kronecker:rank=2"
     assert main(["params", "--streams", "4", "--methods", method]) == 0
+    # Where there is no terminal, no name or number is cut short.
     row = next(line for line in capsys.readouterr().out.splitlines() if method in line)
-    config = temper.preset("mhc", num_streams=4, dim=768, generator="cp", mixer="kronecker", rank=2)
+    options = {"generator": "cp", "mixer": "kronecker", "rank": 2, "gain": "rank-one"}
+    config = temper.preset("mhc", num_streams=4, dim=768, **options)
     assert f"{temper.count_parameters(config):,}" in row
     assert row.split()[3:6:2] == ["cp", "kronecker"]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in row
 
 
 def test_a_rank_that_fits_some_numbers_of_streams_only(capsys):
