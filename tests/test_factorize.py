@@ -189,9 +189,9 @@ def test_every_weighted_sweep_lowers_the_error(name, rank, monkeypatch):
     module = importlib.import_module(f"temper.decompose.{name}")
     seen = []
 
-    def best(starts, sweep, error, effort, *, usual, **how):
-        if usual != descent.WEIGHTED:
-            return descent.best(starts, sweep, error, effort, defaults=usual, **how)
+    def best(starts, sweep, error, effort, *, defaults, **how):
+        if defaults != descent.WEIGHTED:
+            return descent.best(starts, sweep, error, effort, defaults=defaults, **how)
         for start in starts:
             seen.append([error(start)])
             for _ in range(6):
