@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import temper
+from temper.norm import GAINS
 from temper.ops import backend, gpu
-from temper.ops.gpu import launch, tiles
+from temper.ops.gpu import fold_check, launch, tiles
+from test_fold import Site
 
 pytestmark = pytest.mark.once
 HERE = Path(__file__).parent
@@ -26,6 +28,7 @@ needs_triton = pytest.mark.skipif(
     "name",
     [
         "autograd_and_folding",
+        "mixer_alone",
         "compile_export_opcheck",
         "wrong_kernel",
         "compile_error",
@@ -73,6 +76,19 @@ def test_temper_imports_without_triton():
     code = "import sys; sys.modules['triton'] = None; import temper; print(*temper.list_backends(), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("names", [("dense", "cp", "tt"), ("cp", "tucker", "dense"), ("tucker", "tt", "cp")], ids=str)
+def test_the_check_of_folding_knows_every_generator(names, gain):
+    """In float64 but for the order of sums."""
+    for modes in ((3, 3), (5,)):
+        site = Site(*names, gain, 3, 7, modes)
+        got = fold_check.definition_of(site.tensors, site.spec.generators)
+        torch.testing.assert_close(got, site.plain()[:3], rtol=1e-12, atol=1e-12)
+        assert [part.shape for part in fold_check.random_case(site.spec.generators, torch.float64, "cpu").raw] == [
+            tensor.shape for tensor in site.tensors
+        ]
 
 
 @pytest.mark.parametrize(

@@ -535,8 +535,8 @@ def _run_mixer(kernel: str, tensors: dict[str, Tensor], function: str, spec: Sit
     assert native is not None
     if not logits.numel() and not len(logits):
         return
-    site = _Site.of(logits, logits.dtype, spec)
+    site = _Site.of(logits, torch.promote_types(logits.dtype, torch.float32), spec)
     tile, table, constants = _routed(kernel.replace("mix", "route"), site, native, logits.device)
     arguments: dict[str, Any] = {**tensors, "table": table, "T": len(logits), function: native.kind, **constants}
-    arguments |= {"N": spec.num_streams, "NP": site.padded, "BT": tile.tokens}
+    arguments |= {"N": spec.num_streams, "NP": site.padded, "WIDE": site.wide, "BT": tile.tokens}
     site.run(kernel, (cdiv(len(logits), tile.tokens),), tile, arguments)
