@@ -5,15 +5,18 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import temper
 from temper.norm import GAINS
 from temper.ops import backend, gpu
-from temper.ops.gpu import fold_check, launch, tiles
+from temper.ops.gpu import check, fold_check, launch, tiles
+from temper_lab.bench import gpu as measure
 from test_fold import Site
 
 pytestmark = pytest.mark.once
@@ -109,7 +112,7 @@ def test_what_the_kernels_serve(preset, n, options, reason):
     assert gpu.unserved(site.spec, site.mixer, torch.float16) is not None
 
 
-def test_tiles_come_from_the_table_or_from_a_file(tmp_path, monkeypatch):
+def test_tiles_come_from_the_table_or_from_a_file(site, tmp_path, monkeypatch):
     assert tiles.tile("project", 4, "sm_90") == tiles.Tile(64, 64)
     assert tiles.tile("project", 4, "sm_100").tokens == 32
     for target in tiles.TARGETS:
@@ -129,14 +132,40 @@ def test_tiles_come_from_the_table_or_from_a_file(tmp_path, monkeypatch):
             "",
             "[]",
             json.dumps({"tiles": {"sm_90": [entry | {"kernel": "rm"}]}}),
+            json.dumps({"tiles": {"sm_90": [entry | {"tile": [3, 128]}]}}),
             '{"tiles": {"sm_90": [1]}}',
         ):
             file.write_text(text)
             tiles._table.cache_clear()
             with pytest.raises(ValueError, match="gpu-check --tune"):
                 tiles.tile("read", 4, "sm_90")
+        # Not a failed check, which would only warn.
+        spec, mixer = site.spec, site.mixer
+        with pytest.raises(ValueError, match="TEMPER_TILES is"):
+            check.passes(spec, mixer, torch.bfloat16, torch.device("cpu"))
+        with pytest.raises(ValueError, match="TEMPER_TILES is"):
+            measure.report(1, measure.Setting(torch.device("cpu"), (), ()))
     finally:
         tiles._table.cache_clear()
+
+
+@pytest.mark.parametrize(("index", "entered"), [(0, []), (1, [1])])
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(index, entered, monkeypatch):
+    """Triton launches on the current one, which another part of a model need not be on."""
+    seen = []
+
+    @contextmanager
+    def enter(device):
+        seen.append(device.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(launch, "resolve", lambda entry: ({(1,): lambda **_: None}, {}))
+    with FakeTensorMode():
+        arguments = {"table": None, "T": 3, "x": torch.empty(3, device=f"cuda:{index}")}
+    launch.run(launch.Launch("read", (1,), arguments, 4, 1))
+    assert seen == entered
 
 
 @pytest.mark.parametrize(

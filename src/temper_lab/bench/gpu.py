@@ -56,6 +56,7 @@ def _is_preset(name: str) -> bool:
 def report(rounds: int, setting: Setting | None = None) -> dict[str, Any]:
     """The complete report as plain JSON."""
     setting = setting or full()
+    tiles.check_file(setting.device)
     begun = time.time()
     with waiting("checking") as say:
         rows = [right(*case, dtype, setting.device, say) for case in setting.cases for dtype in setting.dtypes]

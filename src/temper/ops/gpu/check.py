@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from temper.ops import naive
-from temper.ops.gpu import fold_check, launch
+from temper.ops.gpu import fold_check, launch, tiles
 from temper.ops.plan import FoldedWeights, SiteSpec
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def passes(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.devic
     small = dataclasses.replace(spec, dim=dim, generators=generators)
     key = (device, small, dtype)
     if key not in _found:
+        # The user's mistake, not the kernels'.
+        tiles.check_file(device)
         try:
             _found[key] = _difference(small, mixer, dtype, device)
         except Exception as error:  # compilers fail in many ways, and training should go on
