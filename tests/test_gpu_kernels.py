@@ -89,7 +89,7 @@ COVERING = {
         {"run": "change", "change": "without d_x and d_weights", "norm_clamp": True, "norm_eps": 0.9},
         {"run": "in place", "n": 4, "dtype": "float32"},
         {"run": "mixer", "n": 3, "mixer": "birkhoff", "dtype": "float64"},
-        {"run": "mixer", "n": 6, "mixer": "sinkhorn", "dtype": "float32"},
+        {"run": "mixer", "n": 6, "mixer": "newton", "dtype": "float64"},
         {"run": "mixer", "n": 5, "mixer": "guarded", "dtype": "bfloat16"},
         {"run": "change", "change": "two parts"},
         {"run": "between", "n": 4, "dtype": "bfloat16"},
