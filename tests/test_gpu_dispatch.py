@@ -54,9 +54,9 @@ def site():
 
 @pytest.fixture
 def _fresh():
-    gpu._unavailable.cache_clear()
+    gpu._obstacle.cache_clear()
     yield
-    gpu._unavailable.cache_clear()
+    gpu._obstacle.cache_clear()
 
 
 @pytest.mark.usefixtures("_fresh")
@@ -72,6 +72,25 @@ def test_without_triton_or_a_gpu_the_others_run(site, monkeypatch, has_triton):
     assert not info.available
     assert ("torch sees no GPU" if has_triton else "triton is not installed") in str(info)
     assert "not yet run on a GPU by us" in str(info)
+
+
+def test_compilers_take_what_is_known_of_the_machine_as_constants():
+    """Rather than trace the search for triton and the questions to the driver; a cached function would be a warning."""
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def run(x):
+        return x + (1 if gpu.unavailable() else 2) + len(tiles.target_of(x.device))
+
+    assert run(torch.zeros(3)).tolist() == [6.0] * 3
+
+
+def test_distributed_streams_are_left_to_torch(site, monkeypatch):
+    class Distributed(torch.Tensor):
+        device_mesh = None
+
+    monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    streams = torch.empty(3, 4, 16).as_subclass(Distributed)
+    assert "DTensor" in gpu.refusal(site.spec, site.mixer, streams, True)
 
 
 def test_temper_imports_without_triton():

@@ -11,6 +11,7 @@ import types
 import warnings
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import temper
 
@@ -30,7 +31,7 @@ def pretend():
     triton_interpreter.setup()
     check.TOKENS = 5
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
-    gpu._unavailable = lambda: None
+    gpu.unavailable = lambda: None
     library = torch.library.Library("temper", "IMPL")
     for name, function in operators.IMPLS.items():
         library.impl(name, function, "CPU", allow_override=True)
@@ -217,6 +218,14 @@ def _falls_back(reason):
 def nobody_asked():
     """Without a report from this kind of GPU the kernels wait to be asked for."""
     site, streams = make(iters=2), streams_of()
+    # Whoever meets the kernels first, real numbers are compared: in a trial on fake tensors, or while compiling.
+    given = streams.detach()
+    with FakeTensorMode() as mode:
+        assert triton.refusal(site.spec, site.mixer, mode.from_tensor(given), True) is None
+    other = make("kromhc")
+    with temper.use_backend("triton"), torch.no_grad():
+        torch.compile(other, fullgraph=True, backend="eager")(streams)
+    assert list(check._found.values()) == [None, None], check._found
     assert chosen(site, streams) is not triton
     assert "TEMPER_BACKEND=triton" in triton.refusal(site.spec, site.mixer, streams, False)
     gpu.CONFIRMED = frozenset({"small"})

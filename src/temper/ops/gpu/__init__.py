@@ -34,7 +34,10 @@ OLDEST = (8, 0)
 
 def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str | None:
     """Why the kernels cannot run a site on these streams; None if they can."""
-    reason = _unavailable() or unserved(spec, mixer, streams.dtype)
+    # The operators accept tracers' tensor types; a DTensor's memory is elsewhere.
+    if type(streams) is not Tensor and hasattr(streams, "device_mesh"):
+        return "the streams are distributed (a DTensor)"
+    reason = unavailable() or unserved(spec, mixer, streams.dtype)
     if reason is not None:
         return reason
     target = tiles.target_of(streams.device)
@@ -65,7 +68,7 @@ def unserved(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype) -> str | None:
 
 
 @cache
-def _unavailable() -> str | None:
+def _obstacle() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; a torch built for GPUs brings it"
     if not torch.cuda.is_available():
@@ -75,13 +78,14 @@ def _unavailable() -> str | None:
     return None
 
 
-# The effect of torch.compiler.assume_constant_result, without importing the compiler.
-_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def unavailable() -> str | None:
     """Why the kernels can run nothing on this machine; None if they can."""
-    return _unavailable()
+    return _obstacle()
+
+
+# The effect of torch.compiler.assume_constant_result, without importing the compiler. A cached function itself would be
+# traced in spite of it.
+unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def limits() -> list[str]:

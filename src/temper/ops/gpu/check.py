@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from temper.ops import naive
 from temper.ops.gpu import fold_check, launch, tiles
@@ -71,8 +72,9 @@ def _name(device: torch.device) -> str:
 
 
 def _difference(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> str | None:
-    # Independent of the caller's inference mode, autocast and random state.
-    with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.no_grad():
+    # Independent of the caller's modes (a trial on fake tensors is one), of autocast and of the random state.
+    calm = torch.inference_mode(False), torch.autocast(device.type, enabled=False)
+    with _disable_current_modes(), calm[0], calm[1], torch.no_grad():
         errors = _site_errors(spec, mixer, dtype, device) if spec.num_rows else mixer_errors(spec, mixer, dtype, device)
         wrong = {name: error for name, error in errors.items() if not error <= TOLERANCES[dtype]}
         if spec.generators is not None:

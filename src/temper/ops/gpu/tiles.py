@@ -199,9 +199,18 @@ def _tile(numbers: list[int]) -> Tile:
     return found
 
 
-@lru_cache(maxsize=64)
 def target_of(device: torch.device) -> str:
     """The entry of TARGETS for a device; `elsewhere` if it is not a GPU."""
+    return _target(device)
+
+
+# The effect of torch.compiler.assume_constant_result, without importing the compiler. A cached function itself would be
+# traced in spite of it.
+target_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=64)
+def _target(device: torch.device) -> str:
     if device.type != "cuda":
         return elsewhere
     if torch.version.hip:
