@@ -134,13 +134,13 @@ def guard_everything(at_end):
     check.random_case = lambda *args: {name: guarded(value, at_end) for name, value in made(*args).items()}
 
 
-def run_site(n, mixer, dtype, generator="cp", dim=40, tokens=19, guard=None, twice=False, **config):
+def run_site(n, mixer, dtype, generator="cp", dim=40, tokens=19, guard=None, twice=False, seed=0, **config):
     """Every operation, unchained and chained; with `twice`, also whether bits are the same and tokens independent."""
     dtype = getattr(torch, dtype)
     if guard is not None:
         guard_everything(guard == "end")
     site = cases.make(mixer, n, dim, 1, generator=generator, dtype=dtype, **config)
-    case = check.random_case(site.spec, dtype, HERE, tokens)
+    case = check.random_case(site.spec, dtype, HERE, tokens, seed)
     got = check.results(case, site.spec)
     errors = check.worst(got, check.definition(case, site.spec, site.mixer))
     if twice:
