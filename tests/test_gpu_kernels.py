@@ -132,9 +132,8 @@ GRID = [
 @pytest.mark.parametrize(("mixer", "n"), GRID)
 def test_the_whole_grid(mixer, n):
     cells = itertools.product(("cp", "tucker", "tt", "dense"), TOLERANCES)
-    # Some 64 numbers a token at every N: the rounding of a float32 sum grows with its terms. With other numbers at N = 3,
-    # where the nine entries of a rank-one d_out are else what is left of terms ten times as large (plain torch in
-    # float32 is off by 9e-7 with sinkhorn there, and by 4e-6 with newton).
+    # Some 64 numbers a token at every N: the rounding of a float32 sum grows with its terms. At N = 3 with other ones:
+    # with these the sums of a rank-one d_out cancel, and plain torch in float32 is off by up to 4e-6 (newton) itself.
     size = {"dim": 64 // n, "tokens": 9, "seed": 2 if n == 3 else 0}
     assert_right(*(case(n, mixer, generator, dtype, **size) for generator, dtype in cells))
 
