@@ -5,14 +5,19 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import temper
+from temper.norm import GAINS
 from temper.ops import backend, gpu
-from temper.ops.gpu import launch, tiles
+from temper.ops.gpu import check, fold_check, launch, tiles
+from temper_lab.bench import gpu as measure
+from test_fold import Site
 
 pytestmark = pytest.mark.once
 HERE = Path(__file__).parent
@@ -26,6 +31,7 @@ needs_triton = pytest.mark.skipif(
     "name",
     [
         "autograd_and_folding",
+        "mixer_alone",
         "compile_export_opcheck",
         "wrong_kernel",
         "compile_error",
@@ -48,9 +54,9 @@ def site():
 
 @pytest.fixture
 def _fresh():
-    gpu._unavailable.cache_clear()
+    gpu._obstacle.cache_clear()
     yield
-    gpu._unavailable.cache_clear()
+    gpu._obstacle.cache_clear()
 
 
 @pytest.mark.usefixtures("_fresh")
@@ -68,11 +74,43 @@ def test_without_triton_or_a_gpu_the_others_run(site, monkeypatch, has_triton):
     assert "not yet run on a GPU by us" in str(info)
 
 
+def test_compilers_take_what_is_known_of_the_machine_as_constants():
+    """Rather than trace the search for triton and the questions to the driver; a cached function would be a warning."""
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def run(x):
+        return x + (1 if gpu.unavailable() else 2) + len(tiles.target_of(x.device))
+
+    assert run(torch.zeros(3)).tolist() == [6.0] * 3
+
+
+def test_distributed_streams_are_left_to_torch(site, monkeypatch):
+    class Distributed(torch.Tensor):
+        device_mesh = None
+
+    monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    streams = torch.empty(3, 4, 16).as_subclass(Distributed)
+    assert "DTensor" in gpu.refusal(site.spec, site.mixer, streams, True)
+
+
 def test_temper_imports_without_triton():
     """And asks for nothing but torch."""
     code = "import sys; sys.modules['triton'] = None; import temper; print(*temper.list_backends(), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("names", [("dense", "cp", "tt"), ("cp", "tucker", "dense"), ("tucker", "tt", "cp")], ids=str)
+def test_the_check_of_folding_knows_every_generator(names, gain):
+    """In float64 but for the order of sums."""
+    for modes in ((3, 3), (5,)):
+        site = Site(*names, gain, 3, 7, modes)
+        got = fold_check.definition_of(site.tensors, site.spec.generators)
+        torch.testing.assert_close(got, site.plain()[:3], rtol=1e-12, atol=1e-12)
+        assert [part.shape for part in fold_check.random_case(site.spec.generators, torch.float64, "cpu").raw] == [
+            tensor.shape for tensor in site.tensors
+        ]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +131,7 @@ def test_what_the_kernels_serve(preset, n, options, reason):
     assert gpu.unserved(site.spec, site.mixer, torch.float16) is not None
 
 
-def test_tiles_come_from_the_table_or_from_a_file(tmp_path, monkeypatch):
+def test_tiles_come_from_the_table_or_from_a_file(site, tmp_path, monkeypatch):
     assert tiles.tile("project", 4, "sm_90") == tiles.Tile(64, 64)
     assert tiles.tile("project", 4, "sm_100").tokens == 32
     for target in tiles.TARGETS:
@@ -113,14 +151,40 @@ def test_tiles_come_from_the_table_or_from_a_file(tmp_path, monkeypatch):
             "",
             "[]",
             json.dumps({"tiles": {"sm_90": [entry | {"kernel": "rm"}]}}),
+            json.dumps({"tiles": {"sm_90": [entry | {"tile": [3, 128]}]}}),
             '{"tiles": {"sm_90": [1]}}',
         ):
             file.write_text(text)
             tiles._table.cache_clear()
             with pytest.raises(ValueError, match="gpu-check --tune"):
                 tiles.tile("read", 4, "sm_90")
+        # Not a failed check, which would only warn.
+        spec, mixer = site.spec, site.mixer
+        with pytest.raises(ValueError, match="TEMPER_TILES is"):
+            check.passes(spec, mixer, torch.bfloat16, torch.device("cpu"))
+        with pytest.raises(ValueError, match="TEMPER_TILES is"):
+            measure.report(1, measure.Setting(torch.device("cpu"), (), ()))
     finally:
         tiles._table.cache_clear()
+
+
+@pytest.mark.parametrize(("index", "entered"), [(0, []), (1, [1])])
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(index, entered, monkeypatch):
+    """Triton launches on the current one, which another part of a model need not be on."""
+    seen = []
+
+    @contextmanager
+    def enter(device):
+        seen.append(device.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(launch, "resolve", lambda entry: ({(1,): lambda **_: None}, {}))
+    with FakeTensorMode():
+        arguments = {"table": None, "T": 3, "x": torch.empty(3, device=f"cuda:{index}")}
+    launch.run(launch.Launch("read", (1,), arguments, 4, 1))
+    assert seen == entered
 
 
 @pytest.mark.parametrize(

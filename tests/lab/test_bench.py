@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 import temper
 from temper.ops import fused
-from temper_lab.bench import Setting, cases, gpu
+from temper_lab.bench import Setting, cases, count, gpu
 from temper_lab.bench.benchmark import ahead_of_peers
 from temper_lab.bench.cases import RESIDUAL, Case, Stack, branches, sort_out
 from temper_lab.bench.measure import Run, interleave, kept_bytes, pinned, saved_bytes, site_bytes, spread
@@ -261,3 +262,18 @@ def test_the_cases_of_a_gpu_check_are_presets():
     cases = gpu.full().cases
     assert len(cases) > 8
     assert {case[0] for case in cases} <= set(temper.PRESETS)
+
+
+def test_counted_traffic_keeps_its_limits_and_is_what_the_docs_say():
+    """Limits in units of one vector of width D a token, and in launches with folding."""
+    found = count.rows(["temper-cp"], [4], [4096])
+    ways = {row["backend"]: row for row in found}
+    assert ways["triton"]["units"] <= 50
+    assert ways["triton, chained"]["units"] <= 46
+    assert max(ways[way]["launches"] for way in ("triton", "triton, chained")) <= 20
+    assert ways["fused"]["units"] > 300
+    counted, _, estimated = count.tables(found).partition("Estimate, not a measurement")
+    docs = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    lines = [line for line in (counted + estimated).splitlines() if "temper-cp" in line]
+    assert len(lines) == len(found) + len(count.GPUS)
+    assert [line for line in lines if line not in docs] == []

@@ -16,12 +16,13 @@ from torch import Tensor
 
 import temper
 from temper.ops import fused
-from temper.ops.gpu import check, fold_launch, launch, tiles
+from temper.ops.gpu import check, fold_check, launch, tiles
 from temper.ops.plan import FoldedWeights, SiteSpec
+from temper_lab.bench import gpu_peers
 from temper_lab.console import waiting
 
-# Other packages with kernels for the same purpose, recorded if they are installed.
-PEERS = ("liger-kernel", "transformer-engine", "tile-kernels")
+# The operations of one implementation.
+Calls = dict[str, Callable[[], Any]]
 # Larger than any cache; written before every round to flush it.
 FLUSH = 256 * 2**20
 
@@ -55,6 +56,7 @@ def _is_preset(name: str) -> bool:
 def report(rounds: int, setting: Setting | None = None) -> dict[str, Any]:
     """The complete report as plain JSON."""
     setting = setting or full()
+    tiles.check_file(setting.device)
     begun = time.time()
     with waiting("checking") as say:
         rows = [right(*case, dtype, setting.device, say) for case in setting.cases for dtype in setting.dtypes]
@@ -72,7 +74,7 @@ def about(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    for package in ("triton", *PEERS):
+    for package in ("triton", *(peer.package for peer in gpu_peers.PEERS)):
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -107,17 +109,18 @@ def right(
     torch.manual_seed(0)
     site = temper.HyperConnection(temper.preset(preset, num_streams=num_streams, dim=dim))
     spec = _spec(site)
+    assert spec.generators is not None
     case = check.random_case(spec, dtype, device, tokens)
+    # Routing is float32 whatever the dtype of the streams.
+    weights = fold_check.random_case(spec.generators, torch.float32, device)
     try:
         with torch.no_grad():
-            got, again = check.results(case, spec), check.results(case, spec)
-            folded = _fold(site, device)
+            got, again = (check.results(case, spec) | fold_check.results(weights) for _ in range(2))
     except Exception as error:  # a compiler that fails is what this command is to find
         return row | {"is_right": False, "error": f"{type(error).__name__}: {error}"[:2000]}
-    at_home = {name: value.cpu() for name, value in case.items()}
-    errors = check.worst({k: v.cpu() for k, v in got.items()}, check.definition(at_home, spec, site.mixer))
-    # Routing is float32 whatever the dtype of the streams.
-    fold_errors = check.worst({str(k): v.cpu() for k, v in enumerate(folded)}, _fold_by_definition(site))
+    got, again, case = ({name: value.cpu() for name, value in found.items()} for found in (got, again, case))
+    errors = check.worst(got, check.definition(case, spec, site.mixer))
+    fold_errors = check.worst(got, fold_check.definition(weights.cpu()))
     same = all(torch.equal(got[name], again[name]) for name in got)
     ok = same and all(error <= check.TOLERANCES[dtype] for error in errors.values())
     ok = ok and all(error <= check.TOLERANCES[torch.float32] for error in fold_errors.values())
@@ -127,33 +130,6 @@ def right(
 def _spec(site: temper.HyperConnection) -> SiteSpec:
     assert site.spec is not None
     return site.spec
-
-
-def _raw(site: temper.HyperConnection) -> list[Tensor]:
-    return [tensor for owner in (site.norm, site.pre, site.res, site.post) for tensor in owner.stored()]
-
-
-def _fold(site: temper.HyperConnection, device: torch.device) -> list[Tensor]:
-    """The folded weights, and the gradients of the raw weights for a given gradient of the folded ones."""
-    generators, raw = _spec(site).generators, [tensor.detach().to(device) for tensor in _raw(site)]
-    assert generators is not None
-    results = [part.detach().to(device).clone() for part in site.fold(torch.float32)[:3]]
-    for part in results:
-        part.fill_(torch.nan)
-    slopes = [torch.full_like(tensor, torch.nan) for tensor in raw]
-    fold_launch.fold(raw, generators, results)
-    fold_launch.fold_backward(results[0], results[1], results[2], raw, generators, slopes)
-    return [*results, *slopes]
-
-
-def _fold_by_definition(site: temper.HyperConnection) -> dict[str, Tensor]:
-    raw = _raw(site)
-    with torch.enable_grad():
-        folded = site.fold(torch.float64)[:3]
-        loss = torch.stack([(part * part.detach()).sum() for part in folded]).sum()
-        slopes = torch.autograd.grad(loss, raw, allow_unused=True)
-    made = [*folded, *(torch.zeros_like(t) if g is None else g for t, g in zip(raw, slopes, strict=True))]
-    return {str(k): value.detach().double() for k, value in enumerate(made)}
 
 
 def clock(call: Callable[[], Any], device: torch.device, rounds: int) -> list[float]:
@@ -191,17 +167,25 @@ def fast(setting: Setting, rounds: int, say: Callable[[str], None] = lambda text
         floor = {"unchained": 8 * num_streams + 5, "chained": 6 * num_streams + 5}
         unit = tokens * dim * 2
         for name, calls in _ways(site, tokens, device).items():
-            times = {part: clock(call, device, rounds) for part, call in calls.items()}
-            total = sum(statistics.median(values) for values in times.values())
-            least = floor["chained" if "chained" in name else "unchained"] * unit
-            row = {"way": name, "streams": num_streams, "dim": dim, "tokens": tokens, "total_ms": total}
-            row |= {"ms": {part: {"median": statistics.median(t), "min": t[0]} for part, t in times.items()}}
-            rows.append(row | {"share_of_floor": least / bandwidth / (total * 1e-3)})
+            least = floor["chained" if "chained" in name else "unchained"] * unit / bandwidth
+            row = {"way": name, "streams": num_streams, "dim": dim, "tokens": tokens}
+            rows.append(row | ({"error": calls} if isinstance(calls, str) else _timed(calls, least, device, rounds)))
     return {"copy_bytes_per_second": bandwidth, "rows": rows}
 
 
-def _ways(site: temper.HyperConnection, tokens: int, device: torch.device) -> dict[str, dict[str, Callable[[], Any]]]:
-    """The operations of a site by name, for every implementation."""
+def _timed(calls: Calls, least: float, device: torch.device, rounds: int) -> dict[str, Any]:
+    """The times of all parts, or the error: a compiler that fails, or another package, should not cost the report."""
+    try:
+        times = {part: clock(call, device, rounds) for part, call in calls.items()}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    total = sum(statistics.median(values) for values in times.values())
+    parts = {part: {"median": statistics.median(values), "min": values[0]} for part, values in times.items()}
+    return {"total_ms": total, "ms": parts, "share_of_floor": least / (total * 1e-3)}
+
+
+def _ways(site: temper.HyperConnection, tokens: int, device: torch.device) -> dict[str, Calls | str]:
+    """The operations of a site by name, for every implementation; whole sites, with autograd and folding, too."""
     spec, mixer = _spec(site), site.mixer
     case = check.random_case(spec, torch.bfloat16, device, tokens)
     streams, y, in_map, out, bias, grad, d_x, d_weights = case.values()
@@ -228,25 +212,29 @@ def _ways(site: temper.HyperConnection, tokens: int, device: torch.device) -> di
         "finish_backward": lambda: fused.finish_backward(grad, streams, y, other.weights, spec),
         "begin_backward": lambda: fused.begin_backward(grad, d_x, d_weights, streams, folded, other, spec, mixer),
     }
-    ways = {"triton": triton, "triton, chained": chained, "fused": plain}
+    ways: dict[str, Calls | str] = {"triton": triton, "triton, chained": chained, "fused": plain}
+    for backend in ("triton", "fused"):
+        ways[f"{backend}, site"] = {"site": _whole(_around(site), backend, streams, y, grad)}
     if device.type == "cuda":
-        ways["fused, compiled"] = {"site": _compiled(site, streams, y, grad)}
-    return ways
+        compiled = torch.compile(_around(site))
+        ways["fused, site, compiled"] = {"site": _whole(compiled, "fused", streams, y, grad)}
+    peers = gpu_peers.steps(streams, y, grad).items()
+    return ways | {f"{name}, site": step if isinstance(step, str) else {"site": step} for name, step in peers}
 
 
-def _compiled(site: temper.HyperConnection, streams: Tensor, y: Tensor, grad: Tensor) -> Callable[[], Any]:
-    """A whole site under torch.compile, forward and backward, folding included."""
-
+def _around(site: temper.HyperConnection) -> gpu_peers.Site:
     def run(streams: Tensor, y: Tensor) -> Tensor:
         x, state = site.begin(streams)
         return site.finish(state, x + y)
 
-    compiled = torch.compile(run)
+    return run
 
+
+def _whole(run: gpu_peers.Site, backend: str, streams: Tensor, y: Tensor, grad: Tensor) -> Callable[[], None]:
     def step() -> None:
         leaf = streams.detach().requires_grad_()
-        with temper.use_backend("fused"), torch.enable_grad():
-            compiled(leaf, y).backward(grad)
+        with temper.use_backend(backend), torch.enable_grad():
+            run(leaf, y).backward(grad)
 
     return step
 
@@ -258,7 +246,10 @@ def show(found: dict[str, Any]) -> None:
     for row in wrong:
         print("WRONG:", {key: value for key, value in row.items() if key != "is_right"})
     for row in (found["fast"] or {"rows": []})["rows"]:
-        place = f"N={row['streams']} D={row['dim']} {row['way']:16}"
+        place = f"N={row['streams']} D={row['dim']} {row['way']:24}"
+        if "error" in row:
+            print(f"{place} did not run: {row['error']}")
+            continue
         print(f"{place} {row['total_ms']:8.3f} ms, {row['share_of_floor']:.0%} of the floor's speed")
 
 

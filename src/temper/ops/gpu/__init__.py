@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from temper.ops import schema
 from temper.ops.gpu import check, fold_launch, launch, operators, tiles
 from temper.ops.gpu.operators import operator
 from temper.ops.plan import NOT_STANDARD, FoldedWeights, Routed, SiteSpec
@@ -35,7 +34,10 @@ OLDEST = (8, 0)
 
 def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str | None:
     """Why the kernels cannot run a site on these streams; None if they can."""
-    reason = _unavailable() or unserved(spec, mixer, streams.dtype)
+    # The operators accept tracers' tensor types; a DTensor's memory is elsewhere.
+    if type(streams) is not Tensor and hasattr(streams, "device_mesh"):
+        return "the streams are distributed (a DTensor)"
+    reason = unavailable() or unserved(spec, mixer, streams.dtype)
     if reason is not None:
         return reason
     target = tiles.target_of(streams.device)
@@ -66,7 +68,7 @@ def unserved(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype) -> str | None:
 
 
 @cache
-def _unavailable() -> str | None:
+def _obstacle() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; a torch built for GPUs brings it"
     if not torch.cuda.is_available():
@@ -76,13 +78,14 @@ def _unavailable() -> str | None:
     return None
 
 
-# The effect of torch.compiler.assume_constant_result, without importing the compiler.
-_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def unavailable() -> str | None:
     """Why the kernels can run nothing on this machine; None if they can."""
-    return _unavailable()
+    return _obstacle()
+
+
+# The effect of torch.compiler.assume_constant_result, without importing the compiler. A cached function itself would be
+# traced in spite of it.
+unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def limits() -> list[str]:
@@ -167,15 +170,13 @@ def finish_begin(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Routed]:
     """`finish` of one site and `begin` of the next, in one pass over the streams."""
-    if schema.must_dispatch(operators.DEVICE, (streams_TND, y_TD, weights_TK, *folded[:3])):
-        # Tracers see the two separate operators.
-        next_TND = finish(streams_TND, y_TD, weights_TK, spec, in_place)
-        return next_TND, *begin(next_TND, folded, spec, mixer)
-    target = streams_TND if in_place else streams_TND.new_empty(streams_TND.shape)
-    x, routed = launch.finish_begin(target, streams_TND, y_TD, weights_TK, folded, spec)
+    tensors = (streams_TND, y_TD, weights_TK, *folded[:3])
     if in_place:
-        torch.autograd.graph.increment_version(streams_TND)
-    return target, x, routed
+        # Through the dispatcher, which bumps the version counter.
+        x, *routed = torch.ops.temper.finish_begin_(*tensors, *spec.packed)
+        return streams_TND, x, Routed(*routed)
+    next_TND, x, *routed = operator("finish_begin", tensors)(*tensors, *spec.packed)
+    return next_TND, x, Routed(*routed)
 
 
 def finish_begin_backward(
@@ -192,11 +193,10 @@ def finish_begin_backward(
     mixer: Mixer,
 ) -> tuple[Tensor, FoldedWeights, Tensor, Tensor]:
     """The gradients of the next streams, of the folded weights, of y and of the routing weights."""
-    later, earlier = (grad_TND, d_x_TD, d_next_weights_TK, next_TND), (streams_TND, y_TD, weights_TK)
-    if schema.must_dispatch(operators.DEVICE, (*later, *earlier, *folded[:3], *routed)):
-        d_next, d_folded = begin_backward(*later, folded, routed, spec, mixer)
-        return d_next, d_folded, *finish_backward(d_next, *earlier, spec)
-    return launch.finish_begin_backward(*later, folded, routed, *earlier, spec)
+    later = (grad_TND, d_x_TD, d_next_weights_TK, next_TND, *folded[:3], *routed)
+    tensors = (*later, streams_TND, y_TD, weights_TK)
+    d_next, d_in, d_out, d_bias, d_y, d_weights = operator("finish_begin_backward", tensors)(*tensors, *spec.packed)
+    return d_next, FoldedWeights(d_in, d_out, d_bias), d_y, d_weights
 
 
 def mix(logits: Tensor, mixer: Mixer) -> Tensor:

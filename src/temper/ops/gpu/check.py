@@ -1,7 +1,7 @@
 """Self-check: before a kind of site first runs on a GPU, a small case is compared there with the definition.
 
-Every operation, outputs and gradients, once for each device, spec and dtype in a process (and so for each version of
-triton). Where the kernels differ or do not compile there is one warning, and `fused` runs the site.
+Every operation and folding, outputs and gradients, once for each device, spec and dtype in a process (and so for each
+version of triton). Where the kernels differ or do not compile there is one warning, and `fused` runs the site.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from temper.ops import naive
-from temper.ops.gpu import launch
+from temper.ops.gpu import fold_check, launch, tiles
 from temper.ops.plan import FoldedWeights, SiteSpec
 
 if TYPE_CHECKING:
@@ -31,9 +32,13 @@ _found: dict[tuple[Any, ...], str | None] = {}
 def passes(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels are correct for this spec on this device; cached after the first check."""
     # The number of features is a run-time number to the kernels, except for what it is modulo 16.
-    small = dataclasses.replace(spec, dim=64 + spec.dim % 16, generators=None)
+    dim = 64 + spec.dim % 16
+    generators = None if spec.generators is None else (spec.num_streams, dim, *spec.generators[2:])
+    small = dataclasses.replace(spec, dim=dim, generators=generators)
     key = (device, small, dtype)
     if key not in _found:
+        # The user's mistake, not the kernels'.
+        tiles.check_file(device)
         try:
             _found[key] = _difference(small, mixer, dtype, device)
         except Exception as error:  # compilers fail in many ways, and training should go on
@@ -67,14 +72,45 @@ def _name(device: torch.device) -> str:
 
 
 def _difference(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> str | None:
-    # Independent of the caller's inference mode, autocast and random state.
-    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-        case = random_case(spec, dtype, device, TOKENS)
-        with torch.no_grad():
-            got = results(case, spec)
-        errors = worst(got, definition(case, spec, mixer))
-    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCES[dtype]}
+    # Independent of the caller's modes (a trial on fake tensors is one), of autocast and of the random state.
+    calm = torch.inference_mode(False), torch.autocast(device.type, enabled=False)
+    with _disable_current_modes(), calm[0], calm[1], torch.no_grad():
+        errors = _site_errors(spec, mixer, dtype, device) if spec.num_rows else mixer_errors(spec, mixer, dtype, device)
+        wrong = {name: error for name, error in errors.items() if not error <= TOLERANCES[dtype]}
+        if spec.generators is not None:
+            wide = torch.promote_types(dtype, torch.float32)
+            wrong |= {
+                name: error for name, error in fold_errors(spec, wide, device).items() if not error <= TOLERANCES[wide]
+            }
     return ", ".join(f"{name} is off by {error:.1e}" for name, error in wrong.items()) or None
+
+
+def _site_errors(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    case = random_case(spec, dtype, device, TOKENS)
+    return worst(results(case, spec), definition(case, spec, mixer))
+
+
+def fold_errors(spec: SiteSpec, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """The errors of folding random weights of this spec, which has generators for the kernels."""
+    assert spec.generators is not None
+    case = fold_check.random_case(spec.generators, dtype, device)
+    return worst(fold_check.results(case), fold_check.definition(case))
+
+
+def mixer_errors(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """The errors of a mixer by itself, whose spec has no rows."""
+    source, n = torch.Generator().manual_seed(0), spec.num_streams
+    logits, grad = (
+        torch.randn(TOKENS, *shape, generator=source, dtype=torch.float64).to(device, dtype)
+        for shape in (mixer.logit_shape, (n, n))
+    )
+    res = launch.mix(logits, spec)
+    got = {"res": res, "d_logits": launch.mix_backward(logits, res, grad, spec)}
+    with torch.enable_grad():
+        leaf = logits.double().requires_grad_()
+        want = mixer.mix(leaf)
+        (d_logits,) = _gradients(((want, grad.double()),), (leaf,)) if want.requires_grad else (torch.zeros_like(leaf),)
+    return worst(got, {"res": want.detach(), "d_logits": d_logits.detach()})
 
 
 def random_case(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -70,7 +70,17 @@ def run(launch: Launch) -> None:
         _recording.append(launch)
         return
     kernel, arguments = resolve(launch)
-    kernel[launch.grid](**arguments, num_warps=launch.warps, num_stages=launch.stages)
+    with _current(launch.arguments):
+        kernel[launch.grid](**arguments, num_warps=launch.warps, num_stages=launch.stages)
+
+
+def _current(arguments: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Makes the GPU of the arguments the current one, on which triton launches."""
+    for value in arguments.values():
+        if isinstance(value, Tensor):
+            is_elsewhere = value.is_cuda and value.device.index != torch.cuda.current_device()
+            return torch.cuda.device(value.device) if is_elsewhere else nullcontext()
+    raise AssertionError("a kernel without tensors")
 
 
 def resolve(launch: Launch) -> tuple[Any, dict[str, Any]]:
@@ -535,8 +545,8 @@ def _run_mixer(kernel: str, tensors: dict[str, Tensor], function: str, spec: Sit
     assert native is not None
     if not logits.numel() and not len(logits):
         return
-    site = _Site.of(logits, logits.dtype, spec)
+    site = _Site.of(logits, torch.promote_types(logits.dtype, torch.float32), spec)
     tile, table, constants = _routed(kernel.replace("mix", "route"), site, native, logits.device)
     arguments: dict[str, Any] = {**tensors, "table": table, "T": len(logits), function: native.kind, **constants}
-    arguments |= {"N": spec.num_streams, "NP": site.padded, "BT": tile.tokens}
+    arguments |= {"N": spec.num_streams, "NP": site.padded, "WIDE": site.wide, "BT": tile.tokens}
     site.run(kernel, (cdiv(len(logits), tile.tokens),), tile, arguments)

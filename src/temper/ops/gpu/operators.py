@@ -73,6 +73,59 @@ def _finish_backward(
     return launch.finish_backward(grad, streams, y, weights, SiteSpec.from_packed(ints, floats))
 
 
+def _finish_begin(
+    streams: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    in_map: Tensor,
+    out: Tensor,
+    bias: Tensor,
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, ...]:
+    target, folded = streams.new_empty(streams.shape), FoldedWeights(in_map, out, bias)
+    x, routed = launch.finish_begin(target, streams, y, weights, folded, SiteSpec.from_packed(ints, floats))
+    return target, x, *routed
+
+
+def _finish_begin_in_place(streams: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    y, weights, *maps, ints, floats = rest
+    if not streams.is_contiguous():
+        following, *begun = _finish_begin(streams, *rest)
+        streams.copy_(following)
+        return tuple(begun)
+    spec = SiteSpec.from_packed(ints, floats)
+    x, routed = launch.finish_begin(streams, streams, y, weights, FoldedWeights(*maps), spec)
+    return x, *routed
+
+
+def _finish_begin_backward(
+    grad: Tensor | None,
+    d_x: Tensor | None,
+    d_next_weights: Tensor | None,
+    following: Tensor,
+    in_map: Tensor,
+    out: Tensor,
+    bias: Tensor,
+    next_weights: Tensor,
+    z: Tensor,
+    norms: Tensor,
+    streams: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, ...]:
+    folded, routed, spec = (
+        FoldedWeights(in_map, out, bias),
+        Routed(next_weights, z, norms),
+        SiteSpec.from_packed(ints, floats),
+    )
+    later = (grad, d_x, d_next_weights, following, folded, routed)
+    d_next, d_folded, d_y, d_weights = launch.finish_begin_backward(*later, streams, y, weights, spec)
+    return d_next, *d_folded[:3], d_y, d_weights
+
+
 def _mix(logits: Tensor, ints: list[int], floats: list[float]) -> Tensor:
     return launch.mix(logits, SiteSpec.from_packed(ints, floats))
 
@@ -103,6 +156,9 @@ IMPLS: dict[str, Callable[..., Any]] = {
     "finish": _finish,
     "finish_": _finish_in_place,
     "finish_backward": _finish_backward,
+    "finish_begin": _finish_begin,
+    "finish_begin_": _finish_begin_in_place,
+    "finish_begin_backward": _finish_begin_backward,
     "mix": _mix,
     "mix_backward": _mix_backward,
 }

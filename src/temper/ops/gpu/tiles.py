@@ -152,6 +152,11 @@ def tile(name: str, padded: int, target: str, wide_streams: bool = False) -> Til
     return found
 
 
+def check_file(device: torch.device) -> None:
+    """Raises a ValueError if TEMPER_TILES is not a file of tiles."""
+    _table(target_of(device))
+
+
 def fits(name: str, padded: int, target: str, wide_streams: bool) -> bool:
     """Whether a chained kernel has enough registers."""
     return target == SMALL or not wide_streams or (padded, name) not in _TOO_LARGE
@@ -174,7 +179,7 @@ def _from_file(path: str | None, target: str) -> dict[tuple[int | None, str], Ti
         with open(path, encoding="utf-8") as file:
             written = json.load(file)
         entries = written["tiles"].get(target, [])
-        return {(entry["streams"], _known(entry["kernel"])): Tile(*map(_size, entry["tile"])) for entry in entries}
+        return {(entry["streams"], _known(entry["kernel"])): _tile(entry["tile"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{VARIABLE} is {path!r}, which is no file of tiles ({error}); `temper gpu-check --tune` writes one"
@@ -187,13 +192,25 @@ def _known(name: str) -> str:
     return name
 
 
-def _size(number: int) -> int:
-    return check_int("a tile", number, 0, 4096)
+def _tile(numbers: list[int]) -> Tile:
+    found = Tile(*(check_int("a tile", number, 0, 4096) for number in numbers))
+    if any(number & (number - 1) for number in found[:3]):
+        raise ValueError(f"the tile {numbers} is not made of powers of two")
+    return found
+
+
+def target_of(device: torch.device) -> str:
+    """The entry of TARGETS for a device; `elsewhere` if it is not a GPU."""
+    return _target(device)
+
+
+# The effect of torch.compiler.assume_constant_result, without importing the compiler. A cached function itself would be
+# traced in spite of it.
+target_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)
-def target_of(device: torch.device) -> str:
-    """The entry of TARGETS for a device; `elsewhere` if it is not a GPU."""
+def _target(device: torch.device) -> str:
     if device.type != "cuda":
         return elsewhere
     if torch.version.hip:

@@ -34,7 +34,6 @@ def as_matrix(x, N: tl.constexpr, NP: tl.constexpr):
     return x
 
 
-# ------------------------------------------------------------------------------------------------------ unconstrained
 @triton.jit
 def solve_copy(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     return tl.reshape(x, (x.shape[0], NP, NP))
@@ -45,7 +44,6 @@ def pull_copy(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: 
     return tl.reshape(grad, (grad.shape[0], NP * NP))
 
 
-# ----------------------------------------------------------------------------------------------------------- identity
 @triton.jit
 def solve_identity(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     eye = tl.arange(0, NP)[None, :, None] == tl.arange(0, NP)[None, None, :]
@@ -57,7 +55,6 @@ def pull_identity(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTIN
     return tl.zeros_like(x)
 
 
-# ---------------------------------------------------------------------------------------- sinkhorn, guarded if eps > 0
 @triton.jit
 def first_round(x, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     """After the first normalisation (without and with eps), and after the second.
@@ -108,6 +105,7 @@ def all_open(p):
 
 @triton.jit
 def solve_sinkhorn(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
+    """Sinkhorn's rounds, guarded if EPS > 0."""
     _, _, p = first_round(x, N, NP, SETTINGS)
     is_open = all_open(p)
     for _ in range(SETTINGS[0] - 1):
@@ -171,7 +169,6 @@ def pull_sinkhorn(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTIN
     return tl.reshape(carry, (carry.shape[0], NP * NP))
 
 
-# ------------------------------------------------------------------------------------------------------------- newton
 @triton.jit
 def turn(matrix, LAST: tl.constexpr):
     """Transposes so that the exact axis becomes the rows, and back."""
@@ -280,7 +277,6 @@ def pull_newton(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS
     return tl.reshape(pulled, (pulled.shape[0], NP * NP))
 
 
-# ----------------------------------------------------------------------- mixtures of permutations, and products of them
 @triton.jit
 def mixture_weights(x, FROM: tl.constexpr, COUNT: tl.constexpr):
     """softmax over the logits of one factor; zero elsewhere."""

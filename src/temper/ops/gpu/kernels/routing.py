@@ -286,23 +286,24 @@ def add_heads(
 def mix(
     logits, table, res, T,
     SOLVE: tl.constexpr, MIXER: tl.constexpr, SETTINGS: tl.constexpr,
-    N: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """A mixer by itself."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     keep = t < T
     t = t.to(tl.int64)
     place, known = places(N, NP, MIXER)
-    x = tl.load(logits + t[:, None] * MIXER[0] + place[None, :], mask=keep[:, None] & known[None, :], other=0.0)
+    inside = keep[:, None] & known[None, :]
+    x = tl.load(logits + t[:, None] * MIXER[0] + place[None, :], mask=inside, other=0.0).to(WIDE)
     entry, fits = res_entries(t, keep, N, NP, N * N, 0)
-    tl.store(res + entry, SOLVE(x, table, N, NP, SETTINGS), mask=fits)
+    tl.store(res + entry, SOLVE(x, table, N, NP, SETTINGS).to(res.dtype.element_ty), mask=fits)
 
 
 @triton.jit(do_not_specialize=["T"])
 def mix_backward(
     logits, table, res, grad, d_logits, T,
     PULL: tl.constexpr, MIXER: tl.constexpr, SETTINGS: tl.constexpr,
-    N: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a mixer's logits."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -310,9 +311,9 @@ def mix_backward(
     t = t.to(tl.int64)
     place, known = places(N, NP, MIXER)
     fits = keep[:, None] & known[None, :]
-    x = tl.load(logits + t[:, None] * MIXER[0] + place[None, :], mask=fits, other=0.0)
+    x = tl.load(logits + t[:, None] * MIXER[0] + place[None, :], mask=fits, other=0.0).to(WIDE)
     entry, there = res_entries(t, keep, N, NP, N * N, 0)
-    p = tl.load(res + entry, mask=there, other=0.0)
-    slope = tl.load(grad + entry, mask=there, other=0.0)
-    pulled = PULL(x, p, slope, table, N, NP, SETTINGS)
+    p = tl.load(res + entry, mask=there, other=0.0).to(WIDE)
+    slope = tl.load(grad + entry, mask=there, other=0.0).to(WIDE)
+    pulled = PULL(x, p, slope, table, N, NP, SETTINGS).to(d_logits.dtype.element_ty)
     tl.store(d_logits + t[:, None] * MIXER[0] + place[None, :], pulled, mask=fits)
