@@ -152,7 +152,7 @@ def test_param_groups_in_the_trainer_of_transformers(tmp_path):
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
     trainer.train()
     decays = {group["name"]: group["weight_decay"] for group in trainer.optimizer.param_groups}
-    assert decays == {"matrix": 0.1, "embedding": 0.1, "vector": 0.0, "routing": 0.0}
+    assert decays == {"matrix": 0.1, "embedding": 0.1, "head": 0.1, "vector": 0.0, "routing": 0.0}
     with torch.no_grad():
         again = temper.load_pretrained(tmp_path / "checkpoint-2")
         assert torch.equal(again(trainers.batch(0)).logits, model.eval()(trainers.batch(0)).logits)
