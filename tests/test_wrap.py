@@ -552,6 +552,17 @@ def test_a_model_from_the_meta_device_starts_as_any_other(preset):
 
 
 @pytest.mark.once
+def test_the_trial_runs_where_the_parameters_are():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(8, 16), *encoder().layers)
+    model = temper.wrap(model, ["1", "2", "3"], preset="temper-tucker", num_streams=4)
+    sites = model[1].hyper_connections
+    assert all(parameter.is_meta for parameter in sites.parameters())
+    model.to_empty(device="cpu")
+    assert all(torch.isfinite(parameter).all() for parameter in sites.parameters())
+
+
+@pytest.mark.once
 def test_older_checkpoints_hold_gates_as_scalars():
     model = temper.wrap(encoder(), "layers.*", preset="temper-tucker", num_streams=4)
     state = {key: value.squeeze() if key.endswith("gate") else value for key, value in model.state_dict().items()}

@@ -218,10 +218,11 @@ def _attach(
     for index, (name, sites) in enumerate(zip(record.blocks, parts, strict=True)):
         block: Any = module.get_submodule(name)
         like = next(block.parameters(), None)
+        # Before the trial's copy, which computes where the block's parameters are.
+        if like is not None:
+            sites.to(like.device)
         if on is not None:
             sites = on(sites)
-        elif like is not None:
-            sites.to(like.device)
         sites.train(block.training)
         setattr(block, SITES, sites)
         block.temper_place = Place(

@@ -109,14 +109,17 @@ def test_what_was_trained_sharded_comes_back_from_its_folder(found, folder, monk
     torch.save({"ids": ids, "logits": expected}, folder / "expected.pt")
     code = """
 import sys, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/hub", trust_remote_code=True)
 saved = torch.load(sys.argv[1] + "/expected.pt")
 with torch.no_grad():
     print(torch.equal(model(saved["ids"]).logits, saved["logits"]), type(model).__name__)
+config = AutoConfig.from_pretrained(sys.argv[1] + "/hub")
+fresh = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+print(fresh.state_dict().keys() == model.state_dict().keys())
 """
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
-    assert done.stdout == "True LlamaForCausalLM\n", done.stderr
+    assert done.stdout == "True LlamaForCausalLM\nTrue\n", done.stderr
 
 
 def test_a_model_from_the_meta_device_is_never_without_values(found):
