@@ -437,6 +437,30 @@ def test_channels_first_is_refused_unless_the_width_is_said(norm):
 
 
 @pytest.mark.once
+def test_convolutions_are_refused_unless_something_tells_the_layout():
+    class Block(nn.Module):
+        def __init__(self, is_last):
+            super().__init__()
+            self.is_last, self.conv, self.norm = is_last, nn.Conv1d(16, 16, 3, padding=1), nn.LayerNorm(16)
+
+        def forward(self, x):
+            # Either x or what the convolution takes is transposed.
+            return x + (self.conv(self.norm(x).mT).mT if self.is_last else self.conv(self.norm(x.mT).mT))
+
+    options = {"preset": "temper-cp", "num_streams": 4, "sites": 1}
+    square, wide = torch.randn(2, 16, 16), torch.randn(2, 9, 16)
+    for is_last, example in ((False, None), (False, square), (True, None), (True, square)):
+        model = nn.Sequential(Block(is_last))
+        with pytest.raises(ValueError, match=r"Conv1d of 16 channels.*Give wrap dim=16"):
+            temper.wrap(model, "*", example=example, **options)
+        assert type(model[0]) is Block
+    with pytest.raises(ValueError, match="whose last dimension is not the width 16"):
+        temper.wrap(nn.Sequential(Block(False)), "*", example=wide.mT, **options)
+    temper.wrap(nn.Sequential(Block(True)), "*", example=wide, **options)(square)
+    temper.wrap(nn.Sequential(Block(True)), "*", dim=16, **options)(square)
+
+
+@pytest.mark.once
 def test_images_are_refused_unless_the_width_is_said():
     class Block(nn.Module):
         def __init__(self):
@@ -525,6 +549,17 @@ def test_a_model_from_the_meta_device_starts_as_any_other(preset):
     for module in model.get_submodule("layers.0.hyper_connections").modules():
         if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.ParameterList):
             module.reset_parameters()
+
+
+@pytest.mark.once
+def test_the_trial_runs_where_the_parameters_are():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(8, 16), *encoder().layers)
+    model = temper.wrap(model, ["1", "2", "3"], preset="temper-tucker", num_streams=4)
+    sites = model[1].hyper_connections
+    assert all(parameter.is_meta for parameter in sites.parameters())
+    model.to_empty(device="cpu")
+    assert all(torch.isfinite(parameter).all() for parameter in sites.parameters())
 
 
 @pytest.mark.once

@@ -106,11 +106,19 @@ class AutoWrapped:
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:
+        return cls._class_for(config).from_pretrained(folder, *args, config=config, **options)
+
+    @classmethod
+    def _from_config(cls, config: Any, **options: Any) -> Any:
+        # What the Auto classes' `from_config` calls.
+        return cls._class_for(config)._from_config(config, **options)
+
+    @classmethod
+    def _class_for(cls, config: Any) -> Any:
         known = getattr(_transformers(), cls.name)._model_mapping[type(config)]
         classes = known if isinstance(known, tuple | list) else (known,)
         saved = getattr(config, "architectures", None) or ()
-        model_class = next((each for each in classes if each.__name__ in saved), classes[0])
-        return wrapped_class(model_class).from_pretrained(folder, *args, config=config, **options)
+        return wrapped_class(next((each for each in classes if each.__name__ in saved), classes[0]))
 
     # Auto classes add a generation mixin to classes that lack one; the class behind this one has its own.
     prepare_inputs_for_generation = generate = None

@@ -37,12 +37,14 @@ class Trial:
 
     Attributes:
         is_last: whether no other trial could tell more.
+        given: the shape of x in the first block, once it has run.
     """
 
     def __init__(self, module: nn.Module, example: Any = None, *, fake: bool = True) -> None:
         self.is_given = example is not None
         self.is_last = not fake or any(parameter.is_meta for parameter in module.parameters())
         self.copy: nn.Module | None = None
+        self.given: torch.Size | None = None
         inputs = _inputs_of(example) if self.is_given else guess(module)
         if inputs is None:
             return
@@ -164,6 +166,8 @@ class Trial:
                 f"something happens to the residual between {self._handed[0]} and {block}: blocks must run one after "
                 "the other, in the order in which they are registered, with nothing between them"
             )
+        if not self._entered and isinstance(x, Tensor):
+            self.given = x.shape
         self._entered.append(block)
 
     def leave(self, block: str, x: Tensor) -> None:

@@ -32,6 +32,8 @@ RECORDS = "_temper_wraps"
 
 # Norms of these kinds expect channels in the second dimension.
 CHANNELS_FIRST = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
+# Convolutions do, too, unless a block transposes around them.
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def wrap(
             one part of a dotted name), a list of such patterns, or a function of (name, module).
         preset: a name of `temper.PRESETS`, changed by `overrides` as in `temper.preset`.
         dim: the width; found from the norms of the first block if left out. Giving it also asserts that the features
-            are the last dimension of x, without which an x of four dimensions and blocks with batch or group norms
-            are rejected.
+            are the last dimension of x, without which an x of four dimensions, blocks with batch or group norms, and
+            blocks with convolutions that no trial has seen run on x of (batch, tokens, features) are rejected.
         sites: how many residual adds one block has.
         reduce: how the streams are combined after the last block: their "sum" (the paper's), or their "mean", which
             `temper.convert.upcycle` needs and sets by itself.
@@ -110,13 +112,17 @@ def wrap(
     config = make_preset(preset, num_streams=num_streams, dim=width, **overrides)
     record = Record(tuple(blocks), selector if isinstance(selector, str) else None, sites, reduce, preset)
     parts = _build(record, [config] * (sites * len(blocks)))
+    given = None
     for fake in (True, False):
         trial = Trial(module, example, fake=fake)
         if trial.copy is None:
             break
         _attach(trial.copy, record, parts, any_layout=dim is not None, on=trial.on_copy)
         if trial.run(record.blocks, set_trial) or trial.is_last:
+            given = trial.given
             break
+    if dim is None:
+        _check_layout(blocks, width, given)
     _attach(module, record, parts, any_layout=dim is not None)
     pretrained.mark(module)
     return make_recompute(module) if recompute else module
@@ -212,10 +218,11 @@ def _attach(
     for index, (name, sites) in enumerate(zip(record.blocks, parts, strict=True)):
         block: Any = module.get_submodule(name)
         like = next(block.parameters(), None)
+        # Before the trial's copy, which computes where the block's parameters are.
+        if like is not None:
+            sites.to(like.device)
         if on is not None:
             sites = on(sites)
-        elif like is not None:
-            sites.to(like.device)
         sites.train(block.training)
         setattr(block, SITES, sites)
         block.temper_place = Place(
@@ -278,6 +285,21 @@ def _select(module: nn.Module, selector: Selector) -> Iterator[tuple[str, nn.Mod
 def _matches(name: str, pattern: str) -> bool:
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _check_layout(blocks: dict[str, nn.Module], width: int, given: torch.Size | None) -> None:
+    """Raises ValueError for blocks whose x may have its channels first, as far as a trial's shape of x tells."""
+    if given is not None and given[-1] == width and width not in given[1:-1]:
+        return
+    for name, block in blocks.items():
+        found = next((child for child in block.modules() if isinstance(child, CONVOLUTIONS)), None)
+        if found is not None and width in (found.in_channels, found.out_channels):
+            raise ValueError(
+                f"{name!r} has a {type(found).__name__} of {width} channels, as channels-first networks have, and "
+                f"nothing tells whether the last dimension of x has the features. Give wrap dim={width} if it has, or "
+                f"an example= whose other dimensions are not {width}; otherwise use HyperConnection by hand, around a "
+                "permute"
+            )
 
 
 def _width(module: nn.Module, blocks: dict[str, nn.Module]) -> int:

@@ -109,14 +109,17 @@ def test_what_was_trained_sharded_comes_back_from_its_folder(found, folder, monk
     torch.save({"ids": ids, "logits": expected}, folder / "expected.pt")
     code = """
 import sys, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/hub", trust_remote_code=True)
 saved = torch.load(sys.argv[1] + "/expected.pt")
 with torch.no_grad():
     print(torch.equal(model(saved["ids"]).logits, saved["logits"]), type(model).__name__)
+config = AutoConfig.from_pretrained(sys.argv[1] + "/hub")
+fresh = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+print(fresh.state_dict().keys() == model.state_dict().keys())
 """
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
-    assert done.stdout == "True LlamaForCausalLM\n", done.stderr
+    assert done.stdout == "True LlamaForCausalLM\nTrue\n", done.stderr
 
 
 def test_a_model_from_the_meta_device_is_never_without_values(found):
@@ -152,7 +155,7 @@ def test_param_groups_in_the_trainer_of_transformers(tmp_path):
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
     trainer.train()
     decays = {group["name"]: group["weight_decay"] for group in trainer.optimizer.param_groups}
-    assert decays == {"matrix": 0.1, "embedding": 0.1, "vector": 0.0, "routing": 0.0}
+    assert decays == {"matrix": 0.1, "embedding": 0.1, "head": 0.1, "vector": 0.0, "routing": 0.0}
     with torch.no_grad():
         again = temper.load_pretrained(tmp_path / "checkpoint-2")
         assert torch.equal(again(trainers.batch(0)).logits, model.eval()(trainers.batch(0)).logits)
