@@ -146,3 +146,14 @@ def test_a_dark_phone_does_not_scroll_sideways(report, browser):
         assert not browser.scrolls_sideways, tab
         ends = browser.run("return [...document.querySelectorAll('.plot')].map(p => p.getBoundingClientRect().right)")
         assert all(end <= 390 for end in ends)
+        # Its heading comes into view, though the list of tabs is wider than the screen.
+        assert browser.run("return document.querySelector('[aria-selected=true]').getBoundingClientRect().right") <= 390
+
+
+def test_a_page_around_it_stays_where_it_is(report, browser, tmp_path):
+    around = tmp_path / "around.html"
+    space = '<p style="height: 3000px"></p>'
+    around.write_text(f'{space}<iframe src="{report.page.resolve().as_uri()}" width="300"></iframe>{space}')
+    # Returns when the embedded page has loaded, too.
+    browser.open(around)
+    assert browser.run("return scrollY") == 0

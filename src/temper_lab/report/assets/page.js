@@ -15,7 +15,8 @@
         // Of its list alone: `scrollIntoView` also scrolls a page that this one is embedded in.
         const list = tab.parentElement.getBoundingClientRect();
         const box = tab.getBoundingClientRect();
-        tab.parentElement.scrollLeft += Math.min(0, box.left - list.left) + Math.max(0, box.right - list.right);
+        const before = Math.floor(Math.min(0, box.left - list.left));
+        tab.parentElement.scrollLeft += before + Math.ceil(Math.max(0, box.right - list.right));
       }
     }
     for (const panel of panels) panel.hidden = panel.id !== id;
