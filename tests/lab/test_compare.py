@@ -451,7 +451,7 @@ def test_folders_that_are_no_studies(tmp_path, capsys):
     assert "is not empty and holds no study" in capsys.readouterr().err
     assert main(["compare", "--recipe", "demo", "--out", str(tmp_path / "file")]) == 1
     assert "is a file" in capsys.readouterr().err
-    assert main(["compare", "--out", str(tmp_path / "none")]) == 1
+    assert main(["compare", "--out", str(tmp_path / "none")]) == 2
     assert "--recipe is missing" in capsys.readouterr().err
     assert main(["compare", "--recipe", "demo"]) == 1
     assert "--out is missing" in capsys.readouterr().err

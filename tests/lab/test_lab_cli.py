@@ -116,13 +116,13 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_train_without_a_recipe_or_a_folder(capsys, tmp_path):
-    assert main(["train", "--out", str(tmp_path)]) == 1
+    assert main(["train", "--out", str(tmp_path)]) == 2
     assert "--recipe is missing; expected a TOML file or one of ablations-cpu" in capsys.readouterr().err
-    assert main(["train", "--recipe", "cpu-smoke"]) == 1
+    assert main(["train", "--recipe", "cpu-smoke"]) == 2
     assert "--out is missing" in capsys.readouterr().err
     assert main(["train", "--resume"]) == 1
     assert "holds no run to resume" in capsys.readouterr().err
-    assert main(["train", "--model.prest", "mhc"]) == 1
+    assert main(["train", "--model.prest", "mhc"]) == 2
     assert "there is no option --model.prest; did you mean --model.preset" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--recipe", "cpu-smoke", "--model.preset", "temper-pc"])

@@ -163,5 +163,5 @@ def test_former_names_of_fields_are_read_with_a_notice(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["--train.rows", "2"], ["--train.rows=2"]])
 def test_former_names_of_options_name_the_new_ones(words, tmp_path, capsys):
-    assert main(["train", "--recipe", "cpu-smoke", "--out", str(tmp_path / "run"), *words]) == 1
+    assert main(["train", "--recipe", "cpu-smoke", "--out", str(tmp_path / "run"), *words]) == 2
     assert capsys.readouterr().err == "error: --train.rows is now called --train.device-batch-size\n"

@@ -73,6 +73,10 @@ MAX_WHOLE, MAX_DIGITS = 1 << 63, 40
 RENAMED = {"--data.shares": "--data.num-shards", "--train.rows": "--train.device-batch-size"}
 
 
+class UsageError(ValueError):
+    """An option that is missing, or that there is not: exit code 2, as from the option parser."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. An error goes to stderr in one line, and the exit code is then not zero."""
     # Streams may be closed from the start: no file that is opened later may take the place of one.
@@ -110,7 +114,7 @@ def _run(words: list[str]) -> int:
             traceback.print_exc()
         rank = os.environ.get("RANK", "0")
         print(f"error{'' if rank == '0' else f' (process {rank})'}: {_message(error)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
 
 
 def _command(words: list[str]) -> int:
@@ -255,11 +259,11 @@ def _whole(text: str) -> int:
 
 
 def _refuse_old_names(words: Sequence[str]) -> None:
-    """Raises ValueError for an option that has another name now."""
+    """Raises UsageError for an option that has another name now."""
     for word in words:
         given = word.partition("=")[0].replace("_", "-")
         if given in RENAMED:
-            raise ValueError(f"{given} is now called {RENAMED[given]}")
+            raise UsageError(f"{given} is now called {RENAMED[given]}")
 
 
 def _take_all(words: list[str], option: str) -> tuple[list[str], list[str]]:

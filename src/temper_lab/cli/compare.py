@@ -15,7 +15,7 @@ import tyro
 
 from temper_lab import plugins
 from temper_lab import recipe as recipes
-from temper_lab.cli import value_of
+from temper_lab.cli import UsageError, value_of
 from temper_lab.recipe import Recipe
 from temper_lab.study.environment import ExecutionOptions
 from temper_lab.study.grid import override, read_grid
@@ -108,7 +108,7 @@ def prepare(words: list[str]) -> Callable[..., int]:
     elif folder is not None and Path(folder).exists():
         raise ValueError(f"{folder} holds no study to continue (no study.json); --recipe begins one")
     else:
-        raise ValueError(f"--recipe is missing; expected a TOML file or one of {', '.join(recipes.names())}")
+        raise UsageError(f"--recipe is missing; expected a TOML file or one of {', '.join(recipes.names())}")
 
     def command(
         settings: Annotated[Recipe, tyro.conf.arg(name="")] = base,
@@ -155,7 +155,7 @@ def compare(
         forecast(study, out, execution)
         return 0
     if out is None:
-        raise ValueError("--out is missing; expected a folder for the study")
+        raise UsageError("--out is missing; expected a folder for the study")
     from temper_lab.study.run import compare as run
 
     if not as_json:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from temper_lab.cli import UsageError
+
 if TYPE_CHECKING:
     from temper_lab.explorer import Trace
     from temper_lab.report.page import Tab
@@ -96,7 +98,7 @@ def inspect(
         live_megabytes: The most space that models may take in the page; one that does not fit shows these texts only.
     """
     if not run:
-        raise ValueError("--run is missing; expected the folder of a run, or a model folder")
+        raise UsageError("--run is missing; expected the folder of a run, or a model folder")
     if not live_megabytes >= 0:
         raise ValueError(f"--live-megabytes is {live_megabytes}; expected 0 or more")
     if out is not None and out.is_dir():

@@ -14,7 +14,7 @@ import tyro
 
 from temper_lab import plugins
 from temper_lab import recipe as recipes
-from temper_lab.cli import function_of, value_of
+from temper_lab.cli import UsageError, function_of, value_of
 from temper_lab.cli.options import usage
 from temper_lab.recipe import Recipe
 from temper_lab.train import run_dir
@@ -81,7 +81,7 @@ def prepare(words: list[str]) -> Callable[..., int]:
         raise ValueError(f"{out or '--out'} holds no run to resume (no run.json)")
     else:
         _check_names(words)
-        raise ValueError(f"--recipe is missing; expected a TOML file or one of {', '.join(recipes.names())}")
+        raise UsageError(f"--recipe is missing; expected a TOML file or one of {', '.join(recipes.names())}")
     if (start := value_of(words, "train.start")) and not is_resumed:
         base = _started(base, start)
     if (method := value_of(words, "model")) is not None:
@@ -140,7 +140,7 @@ def plan(
 def train(recipe: Recipe, out: Path | None, *, resume: bool, recipe_name: str, as_json: bool = False) -> int:
     """Trains a completely specified recipe."""
     if out is None:
-        raise ValueError("--out is missing; expected a folder for the run")
+        raise UsageError("--out is missing; expected a folder for the run")
     from temper_lab.train.trainer import train as run
 
     # torchrun --max-restarts runs the same command again after a process was lost.
@@ -174,14 +174,14 @@ def _show(folder: RunFolder, recipe: Recipe, as_json: bool) -> None:
 
 
 def _check_names(words: list[str]) -> None:
-    """Raises ValueError for an option that there is not; without a recipe nothing else would look at the options."""
+    """Raises UsageError for an option that there is not; without a recipe nothing else would look at the options."""
     known = {flag for option in usage(*function_of("train")).options for flag in option.flags}
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             hint = f"; did you mean {' or '.join(near)}?" if near else "; temper train --help lists them"
-            raise ValueError(f"there is no option {name}{hint}")
+            raise UsageError(f"there is no option {name}{hint}")
 
 
 def _started(recipe: Recipe, start: str) -> Recipe:
