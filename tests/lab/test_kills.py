@@ -17,7 +17,6 @@ from processes import error_of, start
 
 from temper_lab import io
 from temper_lab.cli import main
-from temper_lab.study.run import make_tokenizer
 from temper_lab.train import checkpoint
 from temper_lab.train.model_dir import load
 from temper_lab.train.run_dir import RunFolder
@@ -158,19 +157,6 @@ def test_a_command_killed_at_some_calls(name, models, tmp_path):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_killed_at_every_call(name, models, tmp_path):
     check_command(name, models, tmp_path, 0)
-
-
-def test_a_study_removes_what_a_killed_writer_left_beside_its_tokenizer(tmp_path):
-    def die_after_renaming() -> int:
-        with io.atomic_file(tmp_path / "tokenizer" / "tokenizer.json") as part:
-            part.write_text("{}")
-            os.replace(part, tmp_path / "tokenizer" / "tokenizer.json")
-            os._exit(9)
-
-    assert kills.run(die_after_renaming, tmp_path)[0] == 9
-    assert len(leftovers(tmp_path)) == 1
-    make_tokenizer(None, tmp_path, None)
-    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.slow
