@@ -41,6 +41,7 @@ SHARED = "shared"
 LOCK, NEW, OLD, GONE = "lock", "new", "old", "gone"
 MARK = b"a workspace of temper; without a process that holds this lock it can be removed\n"
 WORKSPACE = re.compile(r"\..+\.tmp-[0-9a-f]{32}", re.DOTALL)
+UNCHANGED = "Nothing was changed."
 # A reader starts again when the folder was replaced under it, at most this many times in a row.
 ATTEMPTS = 200
 # Limits for files that a person may have edited: far more than ours ever have, far less than would fill memory.
@@ -134,7 +135,10 @@ def _failing(final: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise OSError(_errno(error), f"could not write {final}: {_reason(error)}. Nothing was changed.") from error
+        # Of several files, the one that failed has been named.
+        if isinstance(error, OSError) and (error.strerror or "").endswith(UNCHANGED):
+            raise
+        raise OSError(_errno(error), f"could not write {final}: {_reason(error)}. {UNCHANGED}") from error
 
 
 @contextmanager

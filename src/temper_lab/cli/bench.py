@@ -77,13 +77,13 @@ def bench(
     report = measure(setting)
     from temper_lab.io import atomic_files
 
-    with atomic_files(*(path for path in (out, plot) if path is not None)) as parts:
+    with atomic_files(*(path for path in (out, plot) if path is not None)) as files:
         if out is not None:
-            parts[0].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            files[0].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         if plot is not None:
             from temper_lab.report.plots_bench import draw
 
-            draw(report, parts[-1])
+            draw(report, files[-1])
     if as_json:
         print(json.dumps(report, indent=2))
         return
