@@ -7,11 +7,11 @@ import temper
 from temper_lab.interop.deepseek import to_deepseek, to_temper
 
 
-def tiny() -> DeepseekV4ForCausalLM:
+def tiny(vocab_size: int = 64) -> DeepseekV4ForCausalLM:
     """Three layers, one of each kind of attention, whose routing is far from where it starts."""
     torch.manual_seed(0)
     config = DeepseekV4Config(
-        vocab_size=64,
+        vocab_size=vocab_size,
         hidden_size=32,
         num_hidden_layers=3,
         layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],

@@ -19,12 +19,13 @@ import os
 import re
 import reprlib
 import shutil
+import stat
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -40,6 +41,7 @@ SHARED = "shared"
 LOCK, NEW, OLD, GONE = "lock", "new", "old", "gone"
 MARK = b"a workspace of temper; without a process that holds this lock it can be removed\n"
 WORKSPACE = re.compile(r"\..+\.tmp-[0-9a-f]{32}", re.DOTALL)
+UNCHANGED = "Nothing was changed."
 # A reader starts again when the folder was replaced under it, at most this many times in a row.
 ATTEMPTS = 200
 # Limits for files that a person may have edited: far more than ours ever have, far less than would fill memory.
@@ -102,11 +104,29 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """Gives a path with the same suffix to write a file to, which gets its final name when it is complete."""
     path = path.absolute()
     with _failing(path), _workspace(path) as work:
+        _check_name(path)
         part = work / f"{NEW}{path.suffix}"
         yield part
         fsync(part)
         os.replace(part, path)
         fsync(path.parent)
+
+
+def _check_name(path: Path) -> None:
+    """Raises OSError for a name that no file could get, so that nothing is written for it."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+@contextmanager
+def atomic_files(*paths: Path) -> Iterator[list[Path]]:
+    """Gives a path for each file, as `atomic_file` does; they get their names when all of them are complete."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(atomic_file(path)) for path in paths]
 
 
 @contextmanager
@@ -115,7 +135,10 @@ def _failing(final: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise OSError(_errno(error), f"could not write {final}: {_reason(error)}. Nothing was changed.") from error
+        # Of several files, the one that failed has been named.
+        if isinstance(error, OSError) and (error.strerror or "").endswith(UNCHANGED):
+            raise
+        raise OSError(_errno(error), f"could not write {final}: {_reason(error)}. {UNCHANGED}") from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import json
 import os
 import random
@@ -24,7 +25,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
@@ -36,6 +40,9 @@ from mutate import mutated, strange_value  # noqa: E402
 CORPUS = HERE / "corpus"
 CPU_SECONDS, WALL_SECONDS, MAX_MEMORY = 30, 240, 2 << 30
 CODES = (0, 1, 2)
+# Runs and studies, which keep what they have done when they fail; and what no command may touch.
+GROWING = ("run/", "checkpoints/", "spread/", "done/", "study/")
+THEIRS = ("out/others/theirs",)
 
 
 @dataclass
@@ -46,6 +53,7 @@ class Case:
         trees: parts of the base that it needs; "a:b" is the part a, under the name b.
         files: contents by path.
         writes: where it may write; everything else has to stay as it is.
+        variables: of the environment.
     """
 
     name: str
@@ -53,11 +61,11 @@ class Case:
     trees: tuple[str, ...] = ()
     files: dict[str, bytes] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         files = {path: base64.b64encode(content).decode() for path, content in self.files.items()}
-        content = {"name": self.name, "words": self.words, "trees": self.trees, "files": files, "writes": self.writes}
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps({**vars(self), "files": files}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Case:
@@ -72,6 +80,9 @@ CORE = ("eval", "core", "--model", "{root}/model", "--bundle", "{root}/bundle", 
 AGAIN = ("compare", "--out", "{root}/done", "--no-cost", "--jobs", "1")
 TRAIN = ("train", "--recipe", "{root}/tiny.toml")
 DRY = (*TRAIN, "--dry-run")
+COUNT = ("bench", "--count", "--streams", "2", "--methods", "temper-cp")
+# Files that a variable names.
+VARIABLES = {"tiles.json": {"TEMPER_TILES": "{root}/tiles.json"}}
 
 # File, the trees that a command needs, the command, and where it writes.
 TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
@@ -91,7 +102,10 @@ TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("run/metrics.jsonl", ("run",), ("runs", "{root}", "--json"), ()),
     ("run/run.json", ("run", "corpus"), ("train", "--out", "{root}/run", "--resume"), ("run",)),
     ("run/metrics.jsonl", ("run", "corpus"), ("train", "--out", "{root}/run", "--resume"), ("run",)),
-    ("run/tokenizer.json", ("run", "corpus"), ("train", "--out", "{root}/run", "--resume"), ("run",)),
+    *(
+        (f"run/{name}", ("run", "corpus"), ("train", "--out", "{root}/run", "--resume"), ("run",))
+        for name in ("tokenizer.json", "timing.jsonl", "samples.jsonl", "best/config.json")
+    ),
     ("run/run.json", ("checkpoints",), ("sample", "--model", "{root}/checkpoints", "--max-tokens", "1"), ()),
     ("checkpoints/run.json", ("checkpoints",), ("sample", "--model", "{root}/checkpoints", "--max-tokens", "1"), ()),
     (
@@ -115,9 +129,29 @@ TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
         )
         for name in ("model", "optimizer")
     ),
+    *(
+        (
+            f"spread/checkpoints/step-000002/{name}",
+            ("spread", "corpus"),
+            ("train", "--out", "{root}/spread", "--resume"),
+            ("spread",),
+        )
+        for name in ("shards.json", "shard-00000.safetensors", "manifest.json")
+    ),
+    (
+        "spread/checkpoints/step-000002/shards.json",
+        ("spread",),
+        ("sample", "--model", "{root}/spread", "--max-tokens", "1"),
+        (),
+    ),
     ("study/study.json", ("study", "corpus"), ("compare", "--out", "{root}/study", "--dry-run"), ()),
     *((f"done/{name}", ("done",), AGAIN, ("done",)) for name in ("study.json", "results.json")),
-    ("known.json", ("done",), ("compare", "--out", "{root}/done", "--dry-run", "--known", "{root}/known.json"), ()),
+    (
+        "known.json",
+        ("done", "known.json"),
+        ("compare", "--out", "{root}/done", "--dry-run", "--known", "{root}/known.json"),
+        (),
+    ),
     *(
         (f"done/runs/residual-n1-s0/{name}", ("done",), AGAIN, ("done",))
         for name in ("run.json", "metrics.jsonl", "timing.jsonl", "core.json")
@@ -131,6 +165,15 @@ TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("study/results.json", ("study",), ("report", "{root}/study", "--out", "{root}/out"), ("out",)),
     ("tiny.toml", ("tiny.toml", "corpus"), DRY, ()),
     ("tiny.toml", ("tiny.toml", "corpus"), ("compare", *DRY[1:]), ()),
+    (
+        "claims.toml",
+        ("claims.toml", "tiny.toml", "corpus"),
+        ("compare", "--recipe", "{root}/claims.toml", *DRY[3:]),
+        (),
+    ),
+    ("tiny.toml", ("claims.toml", "tiny.toml", "corpus"), ("compare", "--recipe", "{root}/claims.toml", *DRY[3:]), ()),
+    ("tiny.toml", ("tiny.toml",), ("train", "--recipe", "{root}/tiny.toml", "--help"), ()),
+    ("tiles.json", ("tiles.json",), COUNT, ()),
     ("corpus/00.txt", ("corpus",), ("data", "info", "--corpus", "{root}/corpus"), ()),
     ("lines/a.jsonl", ("lines",), ("data", "info", "--corpus", "{root}/lines"), ()),
     ("shards/a.parquet", ("shards",), ("data", "info", "--corpus", "{root}/shards"), ()),
@@ -141,7 +184,14 @@ TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("llama/config.json", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ()),
     ("llama/model.safetensors", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ()),
     ("llama/tokenizer.json", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ()),
-    ("llama/tokenizer_config.json", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ()),
+    *(
+        (f"llama/{name}", ("llama", "corpus"), ("eval", "bpb", "--model", "{root}/llama", *BPB), ())
+        for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.json")
+    ),
+    *(
+        (f"deepseek/{name}", ("deepseek", "corpus"), ("eval", "bpb", "--model", "{root}/deepseek", *BPB), ())
+        for name in ("temper.json", "config.json", "temper.safetensors", "generation_config.json")
+    ),
     (
         "llama/config.json",
         ("llama",),
@@ -158,6 +208,8 @@ TARGETS: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("exported/config.json", ("exported", "corpus"), ("eval", "bpb", "--model", "{root}/exported", *BPB), ()),
     ("exported/config.json", ("exported",), ("theory", "--model", "{root}/exported", "--text", "the law of peace"), ()),
     ("model/config.json", ("model",), ("inspect", "--run", "{root}/model", "--text", "law", "--json", "-"), ()),
+    ("small/config.json", ("small",), ("inspect", "--run", "{root}/small", "--text", "law", "--json", "-"), ()),
+    ("small/model.safetensors", ("small", "corpus"), ("eval", "bpb", "--model", "{root}/small", *BPB), ()),
     ("model/config.json", ("model",), ("theory", "--model", "{root}/model", "--text", "the law of peace"), ()),
 ]
 
@@ -177,7 +229,11 @@ COMMANDS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
         ("model",),
         ("out",),
     ),
-    (("compress", "--model", "{root}/model", "--out", "{root}/out", *BPB), ("model", "corpus"), ("out",)),
+    (
+        ("compress", "--model", "{root}/model", "--out", "{root}/out", "--rank", "2", *BPB),
+        ("model", "corpus"),
+        ("out",),
+    ),
     (CORE, ("model", "bundle"), ()),
     (("report", "{root}/study", "--out", "{root}/out"), ("study",), ("out",)),
     (("runs", "{root}"), ("run",), ()),
@@ -196,7 +252,8 @@ COMMANDS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     (("theory", "--model", "{root}/model", "--text", "the law of peace"), ("model",), ()),
     (("params", "--streams", "2"), (), ()),
     (("params", "--streams", "2", "--json"), (), ()),
-    (("bench", "--count", "--streams", "2", "--methods", "temper-cp"), (), ()),
+    (COUNT, (), ()),
+    (("compare", "--out", "{root}/done", "--no-cost", "--jobs", "1"), ("done", "known.json"), ("done",)),
     (("gpu-check", "--out", "{root}/out"), (), ("out",)),
     (("data", "check", "--folder", "{root}/corpus"), ("corpus",), ()),
     (("compare", "--out", "{root}/done", "--dry-run"), ("done",), ()),
@@ -229,19 +286,58 @@ VALUES = {
     "--text": ("\x1b]0;x\x07", "a" * 100_000),
     "--prompt": ("\x1b]0;x\x07", "<|bos|>" * 1000),
 }
-# What would take long by being asked for, or leave the folder.
-SLOW = {
-    "--launch",
-    "--train.threads",
-    "--train.compile",
-    "--plot",
-    "--out",
-    "--folder",
-    "--json",
-    "--download",
-    "--core",
+# Where something is to be written: new, there already, of another kind, impossible; all of it in a folder of its own.
+PLACES = (
+    "{root}/out",
+    "{root}/out/",
+    "{root}/out/new/deep/er",
+    "{root}/out/file",
+    "{root}/out/file/below",
+    "{root}/out/others",
+    "{root}/out/empty",
+    "{root}/out/link",
+    "{root}/out/nowhere",
+    "{root}/out/link/x.svg",
+    "{root}/out/x.png",
+    "{root}/out/x.unknown",
+    "{root}/out/" + "n" * 255,
+    "{root}/out/" + "n" * 256,
+    "{root}/out/" + "d/" * 3000,
+    "{root}/out/\udcff",
+    "{root}/out/\n[/]\x1b]0;x\x07",
+    "out/..",
+    "/dev/null",
+    "/dev/full",
+    "/proc/x",
+    "/proc/self/mem",
+)
+PLACED = ("--out", "--plot", "--folder", "--json")
+VALUES |= dict.fromkeys(PLACED, PLACES)
+VALUES |= {
+    "--source": (
+        "{root}/shards",
+        "{root}/tiny.toml",
+        "{root}",
+        "/dev/null",
+        "x",
+        "",
+        "http://127.0.0.1:1",
+        "file:///etc",
+    ),
+    "--download": (
+        "nonsense",
+        "file:///etc/passwd",
+        "http://127.0.0.1:1/x",
+        "http://[",
+        "https://",
+        "ftp://x/y",
+        "x\ny",
+    ),
+    "--sha256": ("x", "0" * 64, "f" * 65, ""),
+    "--recipe": ("{root}", "{root}/tiny.toml", "/dev/null", "/dev/zero", "/proc/self/mem", "../x", "\n", "n" * 5000),
 }
-SLOW |= {"--json-file", "--help", "--as-json", "--source"}
+# What runs a program that it names, starts a thread for each number, or compiles for a minute.
+SLOW = {"--launch", "--train.threads", "--train.compile", "--core", "--help"}
 
 
 def case_of(base: Path, seed: int, number: int) -> Case:
@@ -256,20 +352,31 @@ def case_of(base: Path, seed: int, number: int) -> Case:
         files = {path: mutated(content, source.suffix, rng)}
         if "step-0" in path and rng.random() < 0.7:
             files |= _fitting_manifest(base, path, files[path])
-        return Case(f"{seed}-{number}", list(words), trees, files, writes)
+        return Case(f"{seed}-{number}", list(words), trees, files, writes, VARIABLES.get(path, {}))
     words, trees, writes = COMMANDS[kind - len(TARGETS)]
-    # A file in two commands, a flag in the others.
-    left_out = SLOW if words[0] in ("inspect", "theory") else SLOW - {"--json"}
-    options = [option for option in options_of(words) if option not in left_out]
+    options = [option for option in options_of(words) if option not in SLOW]
     extra: list[str] = []
+    files: dict[str, bytes] = {}
     for option in rng.sample(options, min(len(options), rng.choice((1, 1, 1, 2, 3)))):
         own = VALUES.get(option)
         count = rng.choice((1, 1, 1, 1, 0, 2))
+        if option in PLACED:
+            # Nothing else: what is written has to stay in the folder.
+            extra += [option, rng.choice(PLACES)]
+            files |= {
+                "out/file": b"theirs",
+                "out/others/theirs": b"theirs",
+                "out/empty/": b"",
+                "out/link": b"-> others",
+            }
+            files["out/nowhere"] = b"-> /nowhere/at/all"
+            trees, writes = tuple(tree for tree in trees if not tree.endswith(":out")), (*writes, "out")
+            continue
         extra += [
             option,
             *(rng.choice(own) if own and rng.random() < 0.7 else strange_value(rng) for _ in range(count)),
         ]
-    return Case(f"{seed}-{number}", [*words, *extra], trees, {}, writes)
+    return Case(f"{seed}-{number}", [*words, *extra], trees, files, writes)
 
 
 def _fitting_manifest(base: Path, path: str, content: bytes) -> dict[str, bytes]:
@@ -307,7 +414,9 @@ def _main(words: list[str]) -> int:
     return main(words)
 
 
-def _forked(action: Callable[[], int], folder: Path | None = None) -> tuple[int, str, resource.struct_rusage, float]:
+def _forked(
+    action: Callable[[], int], folder: Path | None = None, variables: dict[str, str] | None = None
+) -> tuple[int, str, resource.struct_rusage, float]:
     """Exit code (minus the signal), what was said, what it took, and seconds of an action in a process of its own."""
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         start, pid = time.monotonic(), os.fork()
@@ -320,7 +429,7 @@ def _forked(action: Callable[[], int], folder: Path | None = None) -> tuple[int,
                 os.dup2(said.fileno(), 2)
                 # Whoever runs this may have put something else there.
                 sys.stdout, sys.stderr = (os.fdopen(number, "w", errors="backslashreplace") for number in (1, 2))
-                os.environ |= ENVIRONMENT
+                os.environ |= ENVIRONMENT | (variables or {})
                 os.chdir(folder or "/")
                 resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -362,15 +471,16 @@ def problems_of(case: Case, base: Path) -> tuple[list[str], str]:
             source, target = base / tree.partition(":")[0], root / tree.rpartition(":")[2]
             shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
         for path, content in case.files.items():
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_bytes(content)
+            _put(root / path, content, is_folder=path.endswith("/"))
         # Recipes name the corpus of the base.
-        for path in (root / "tiny.toml", root / "run" / "run.json", root / "study" / "study.json"):
+        recipes = ("tiny.toml", "run/run.json", "checkpoints/run.json", "spread/run.json", "study/study.json")
+        for path in map(root.joinpath, recipes):
             if path.is_file() and str(path.relative_to(root)) not in case.files:
                 path.write_bytes(path.read_bytes().replace(str(base).encode(), str(root).encode()))
         words = [word.replace("{root}", str(root)) for word in case.words]
         before = dict(_contents(root))
-        code, said, usage, seconds = _forked(lambda: _main(words), root)
+        variables = {name: value.replace("{root}", str(root)) for name, value in case.variables.items()}
+        code, said, usage, seconds = _forked(lambda: _main(words), root, variables)
         after = dict(_contents(root))
     found = []
     if code not in CODES:
@@ -388,11 +498,48 @@ def problems_of(case: Case, base: Path) -> tuple[list[str], str]:
     allowed = tuple(case.writes)
     if foreign := [path for path in changed if not path.startswith(allowed or ("\0",))]:
         found.append(f"changed {foreign[:3]}")
-    if code and (lost := [path for path in changed if path.startswith("out") and path in before]):
+    lost = [path for path in changed if path in before and (path in THEIRS or (code and not path.startswith(GROWING)))]
+    if lost:
         found.append(f"lost {lost[:3]}")
-    if parts := [path for path in after if ".tmp-" in path or path.endswith(".part")]:
-        found.append(f"half-written {parts[:3]}")
+    parts = [path for path in after if ".tmp-" in path or path.endswith(".part")]
+    # A command writes all of its files or none.
+    new = [path for path in changed if path in after]
+    parts += [path for path in new if code and not path.startswith(GROWING) and not path.endswith(".partial")]
+    parts += [path for path in new if not _is_whole(path, after[path])]
+    if parts:
+        found.append(f"half-written {sorted(set(parts))[:3]}")
     return found, f"$ temper {' '.join(case.words)[:2000]}\n{said[-3000:]}"
+
+
+def _put(path: Path, content: bytes, *, is_folder: bool) -> None:
+    """A file, a folder or a link."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if is_folder:
+        path.mkdir()
+    elif content.startswith(b"-> "):
+        path.symlink_to(os.fsdecode(content[3:]))
+    else:
+        path.write_bytes(content)
+
+
+def _is_whole(path: str, content: bytes) -> bool:
+    """Whether a file that was written has its end."""
+    try:
+        match Path(path).suffix:
+            case ".json":
+                json.loads(content)
+            case ".jsonl":
+                return all(isinstance(json.loads(line), dict) for line in content.splitlines())
+            case ".safetensors":
+                length = int.from_bytes(content[:8], "little")
+                header = json.loads(content[8 : 8 + length])
+                ends = [about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"]
+                return len(content) == 8 + length + max(ends, default=0)
+            case ".html":
+                return content.rstrip().endswith(b"</html>")
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _contents(root: Path) -> Iterator[tuple[str, bytes]]:
@@ -436,32 +583,69 @@ def prepare() -> None:
     importlib.import_module("transformers.models.llama.modeling_llama")
 
 
+def warm(base: Path) -> None:
+    """Imports what the commands import while they run, which would be most of the time of every case."""
+    import importlib
+
+    global _main
+    run, wanted = _main, base / "modules"
+
+    def noting(words: list[str]) -> int:
+        before = set(sys.modules)
+        try:
+            return run(words)
+        finally:
+            with wanted.open("a") as file:
+                file.writelines(f"{name}\n" for name in sys.modules.keys() - before)
+
+    _main = noting
+    kinds = {(words, trees) for _, trees, words, _ in TARGETS} | {(words, trees) for words, trees, _ in COMMANDS}
+    for words, trees in sorted(kinds):
+        problems_of(Case("warm", list(words), trees), base)
+    _main = run
+    for name in sorted(set(wanted.read_text().split())):
+        # Some are made by others, under names that cannot be imported.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def checked(number: int, base: Path, seed: int) -> tuple[int, Case, list[str], str]:
+    """A case by its number, and what is wrong with it."""
+    case = case_of(base, seed, number)
+    return number, case, *problems_of(case, base)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at a time")
     parser.add_argument("--only", type=int, help="run one case and show what it says")
     parser.add_argument("--keep", action="store_true", help="write what fails into the corpus")
     arguments = parser.parse_args()
     os.environ |= ENVIRONMENT
     prepare()
     failed = 0
+    numbers = range(arguments.first, arguments.first + arguments.cases)
+    if arguments.only is not None:
+        numbers = range(arguments.only, arguments.only + 1)
     with tempfile.TemporaryDirectory(prefix="temper-fuzz-base-") as name:
         base = make_base(Path(name))
-        numbers = range(arguments.first, arguments.first + arguments.cases)
-        for count, number in enumerate(numbers if arguments.only is None else [arguments.only], 1):
-            case = case_of(base, arguments.seed, number)
-            found, said = problems_of(case, base)
-            if arguments.only is not None:
-                print(said)
-            if found:
-                failed += 1
-                print(f"case {number}: {'; '.join(found)}\n{said}\n", flush=True)
-                if arguments.keep:
-                    (CORPUS / f"{case.name}.json").write_text(case.to_json())
-            if count % 200 == 0:
-                print(f"{count:,} cases, {failed} failed", flush=True)
+        warm(base)
+        check = partial(checked, base=base, seed=arguments.seed)
+        # Forked, so that all share what is imported.
+        with ProcessPoolExecutor(arguments.jobs, get_context("fork")) as pool:
+            for count, (number, case, found, said) in enumerate(pool.map(check, numbers), 1):
+                if arguments.only is not None:
+                    print(said)
+                if found:
+                    failed += 1
+                    print(f"case {number}: {'; '.join(found)}\n{said}\n", flush=True)
+                    if arguments.keep:
+                        (CORPUS / f"{case.name}.json").write_text(case.to_json())
+                if count % 200 == 0:
+                    print(f"{count:,} cases, {failed} failed", flush=True)
     print(f"seed {arguments.seed}: {failed} failed")
     return 1 if failed else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,66 @@ def test_nothing_but_a_line_and_an_exit_code(kind, base):
 def test_what_was_found_before(path, base):
     found, said = fuzz.problems_of(fuzz.Case.from_json(path.read_text()), base)
     assert not found, f"{'; '.join(found)}\n{said}"
+
+
+def _spin(root: Path) -> int:
+    while True:
+        pass
+
+
+def _fill(root: Path) -> int:
+    bytearray(fuzz.MAX_MEMORY).find(b"x")
+    return 0
+
+
+def _break_off(root: Path) -> int:
+    (root / "out.json").write_text('{"a": ')
+    return 0
+
+
+def _leave_part(root: Path) -> int:
+    (root / "out.json").write_text("{}")
+    print("error: the second file cannot be written")
+    return 1
+
+
+def _touch(root: Path) -> int:
+    (root / "tiny.toml").write_text("")
+    return 0
+
+
+def _traceback(root: Path) -> int:
+    raise KeyError("x")
+
+
+def _lines(root: Path) -> int:
+    print("error: one\nerror: two")
+    return 1
+
+
+FAULTS = {
+    _traceback: "traceback",
+    _lines: "2 lines of errors",
+    _spin: "hang",
+    _fill: "GB",
+    _break_off: "half-written",
+    _leave_part: "half-written",
+    _touch: "changed",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_fuzzer_sees_a_fault(fault, tmp_path, monkeypatch):
+    (tmp_path / "tiny.toml").write_text("# theirs")
+    monkeypatch.setattr(fuzz, "_main", lambda words: fault(Path.cwd()))
+    if fault is _spin:
+        monkeypatch.setattr(fuzz, "CPU_SECONDS", 1)
+    if fault is _fill:
+        # What this process has already counts too.
+        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        monkeypatch.setattr(fuzz, "MAX_MEMORY", used + (64 << 20))
+    found, _ = fuzz.problems_of(fuzz.Case("planted", ["sample"], ("tiny.toml",), {}, ("out.json",)), tmp_path)
+    assert any(FAULTS[fault] in line for line in found), found
 
 
 JSON = st.recursive(

@@ -892,7 +892,7 @@ def test_download_over_http_with_faults(server, hub, tmp_path):
 
 def test_download_refused_by_the_hub(server, tmp_path):
     server.faults += [403]
-    with pytest.raises(DownloadError, match=r"the hub refused: .*403"):
+    with pytest.raises(DownloadError, match=r"answered 403"):
         download(1, tmp_path / "data", source=server.address, last_shard=5)
     assert len(server.asked) == 1
 

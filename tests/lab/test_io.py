@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import kills
 import pytest
 import torch
 
@@ -243,3 +244,18 @@ def test_training_goes_on_beside_a_reader_of_its_best_model(tiny, tmp_path):
     assert count > 20
     assert failed == 0
     assert not [name for name in os.listdir(out) if ".tmp-" in name]
+
+
+def test_a_study_removes_what_a_killed_writer_left_beside_its_tokenizer(tmp_path):
+    from temper_lab.study.run import make_tokenizer
+
+    def die_after_renaming() -> int:
+        with io.atomic_file(tmp_path / "tokenizer" / "tokenizer.json") as part:
+            part.write_text("{}")
+            os.replace(part, tmp_path / "tokenizer" / "tokenizer.json")
+            os._exit(9)
+
+    assert kills.run(die_after_renaming, tmp_path)[0] == 9
+    assert list(tmp_path.glob("tokenizer/.*.tmp-*"))
+    make_tokenizer(None, tmp_path, None)
+    assert os.listdir(tmp_path / "tokenizer") == ["tokenizer.json"]

@@ -75,15 +75,15 @@ def bench(
         setting = setting.quick()
     _check_targets(setting, plot, out)
     report = measure(setting)
-    if out is not None:
-        from temper_lab.io import atomic_write
+    from temper_lab.io import atomic_files
 
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, json.dumps(report, indent=2) + "\n")
-    if plot is not None:
-        from temper_lab.report.plots_bench import draw
+    with atomic_files(*(path for path in (out, plot) if path is not None)) as files:
+        if out is not None:
+            files[0].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        if plot is not None:
+            from temper_lab.report.plots_bench import draw
 
-        draw(report, plot)
+            draw(report, files[-1])
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -109,7 +109,6 @@ def _count(methods: list[str], streams: list[int], as_json: bool, plot: Path | N
     if out is not None:
         from temper_lab.io import atomic_write
 
-        out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(out, text + "\n")
     print(text if as_json else count.tables(found))
 

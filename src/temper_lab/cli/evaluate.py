@@ -121,7 +121,7 @@ def eval_core(
     from temper_lab.distributed import precision, process_group
     from temper_lab.eval.core import Partial, evaluate_task, summary
     from temper_lab.eval.models import open_model
-    from temper_lab.io import atomic_write
+    from temper_lab.io import atomic_files
 
     with process_group(device) as world:
         # Rank 0 reads the bundle, and every process gets the same items.
@@ -145,8 +145,9 @@ def eval_core(
     if not world.is_rank0:
         return
     if json_path is not None and csv_path is not None:
-        atomic_write(csv_path, summary.as_csv(results))
-        atomic_write(json_path, summary.as_json(results))
+        with atomic_files(csv_path, json_path) as (csv_part, json_part):
+            csv_part.write_text(summary.as_csv(results), encoding="utf-8")
+            json_part.write_text(summary.as_json(results), encoding="utf-8")
         partial.forget()
     if as_json:
         print(summary.as_json(results), end="")
@@ -193,7 +194,8 @@ def _open(
 
 def _download(bundle: Path, address: str, sha256: str | None) -> None:
     from temper_lab.console import Bar, size
-    from temper_lab.eval.core.bundle import check_address, download_bundle
+    from temper_lab.data.web import check_address
+    from temper_lab.eval.core.bundle import download_bundle
 
     check_address(address)
     if bundle.exists():
@@ -270,21 +272,14 @@ def theory(
     with Bar("sites", len(network.sites())) as bar:
         found = study(network, other, ids, targets, progress=bar.update)
     report = {"model": str(model), "against": against and str(against), "text": source, **found}
-    is_new = json_file is not None and not json_file.exists()
-    if json_file is not None:
-        from temper_lab.io import atomic_write, dumps
+    from temper_lab.io import atomic_files, dumps
+    from temper_lab.report.plots_theory import draw
 
-        atomic_write(json_file, dumps(json_file.name, report))
-    if plot is not None:
-        from temper_lab.report.plots_theory import draw
-
-        try:
-            draw(report, plot)
-        except OSError:
-            # Sites differ in both or in neither.
-            if json_file is not None and is_new:
-                json_file.unlink(missing_ok=True)
-            raise
+    with atomic_files(*(path for path in (json_file, plot) if path is not None)) as parts:
+        if json_file is not None:
+            parts[0].write_text(dumps(json_file.name, report), encoding="utf-8")
+        if plot is not None:
+            draw(report, parts[-1])
     from temper_lab.console import console
     from temper_lab.theory import show
 

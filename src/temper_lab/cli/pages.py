@@ -104,27 +104,28 @@ def inspect(
     if out is not None and out.is_dir():
         raise ValueError(f"--out is the folder {out}; expected the name of a file")
     from temper_lab.explorer import Subject, build
-    from temper_lab.io import atomic_write, dumps
+    from temper_lab.io import atomic_files, dumps
     from temper_lab.report.page import page
 
     titles = _titles(run)
     subjects = [Subject(path, title) for path, title in zip(run, titles, strict=True)]
     tab, traces = build(subjects, text, live_megabytes=live_megabytes)
     out = Path("inspect.html") if out is None and as_json is None else out
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, page(f"Routing of {', '.join(titles)}", [tab]))
+    content = None
     if as_json is not None:
         models = [
             {"model": str(path), "method": own[0].method, "traces": [each.to_dict() for each in own]}
             for path, own in zip(run, traces, strict=True)
         ]
         content = dumps("the traces", {"format": "temper-inspect-1", "models": models})
-        if as_json == "-":
-            print(content, end="")
-        else:
-            Path(as_json).parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(Path(as_json), content)
+    html = None if out is None else page(f"Routing of {', '.join(titles)}", [tab])
+    targets = ((out, html), (None if as_json in (None, "-") else Path(as_json), content))
+    texts = {path: text for path, text in targets if path is not None and text is not None}
+    with atomic_files(*texts) as parts:
+        for part, each in zip(parts, texts.values(), strict=True):
+            part.write_text(each, encoding="utf-8")
+    if as_json == "-":
+        print(content, end="")
     if as_json != "-":
         for title, own in zip(titles, traces, strict=True):
             _print_table(title, own)

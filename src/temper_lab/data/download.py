@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import urllib.parse
@@ -14,37 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
+from temper_lab.data import web
 from temper_lab.data.corpus import open_parquet
-from temper_lab.io import fsync, open_new
+from temper_lab.data.web import DownloadError, Pace, SourceError
+from temper_lab.io import FileError, brief, entry, fsync, open_new, parse_json
 
 COPY_BYTES = 1 << 20
-
-
-class DownloadError(ValueError):
-    """A file did not arrive. The bytes that did arrive are kept, and the next attempt continues from them."""
-
-
-class SourceError(Exception):
-    """A source stopped answering; another attempt may succeed."""
-
-
-class Pace:
-    """Raises SourceError when a transfer stays below a minimum rate for some time."""
-
-    def __init__(self, *, seconds: float = 60.0, rate: int = 2_000) -> None:
-        self.seconds, self.rate = seconds, rate
-        self._since, self._before = time.monotonic(), 0
-
-    def check(self, done: int) -> None:
-        """Checks the rate, given the bytes that have arrived so far."""
-        now = time.monotonic()
-        if now - self._since < self.seconds:
-            return
-        if done - self._before < self.rate * self.seconds:
-            raise SourceError(f"it sends less than {self.rate:,} bytes a second")
-        self._since, self._before = now, done
+# What a server says of a hundred files.
+MAX_INFO_BYTES = 1 << 20
+HUB = "https://huggingface.co"
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -71,40 +53,74 @@ class Hub:
     def __init__(self, repo: str, endpoint: str | None = None) -> None:
         self.repo = repo
         self.endpoint = endpoint
+        self._is_checked: set[str] = set()
 
     @property
-    def _token(self) -> bool | None:
-        """The token to send: the user's own for the hub, none for a mirror."""
-        return None if self.endpoint is None else False
+    def _server(self) -> str:
+        from huggingface_hub import constants
+
+        return (self.endpoint or constants.ENDPOINT).rstrip("/")
 
     def __str__(self) -> str:
-        return f"{self.endpoint or 'https://huggingface.co'}/datasets/{self.repo}"
+        return f"{self._server}/datasets/{self.repo}"
 
     def info(self, names: list[str]) -> dict[str, Info]:
-        import huggingface_hub
-
-        api = huggingface_hub.HfApi(endpoint=self.endpoint, token=self._token)
-        found = {}
-        with _network():
-            for start in range(0, len(names), 100):
-                for file in api.get_paths_info(self.repo, names[start : start + 100], repo_type="dataset"):
-                    if isinstance(file, huggingface_hub.RepoFile):
-                        found[file.path] = Info(file.size, file.lfs.sha256 if file.lfs else None)
+        found: dict[str, Info] = {}
+        for start in range(0, len(names), 100):
+            form = [*(("paths", name) for name in names[start : start + 100]), ("expand", "false")]
+            url = f"{self._server}/api/datasets/{self.repo}/paths-info/main"
+            _check_online()
+            with web.request(url, secrets=self._secrets(), form=form, is_checked=False) as answer:
+                text = answer.read(MAX_INFO_BYTES).decode(errors="replace")
+            try:
+                found |= _listed(parse_json(text, url), url)
+            except FileError as error:
+                raise DownloadError(f"the answer of {error}") from error
+        # The hashes are there to check the files by.
+        self._is_checked = {name for name, info in found.items() if info.sha256}
         return found
 
     @contextmanager
     def open(self, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        import huggingface_hub
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        _check_online()
+        url = f"{self._server}/datasets/{self.repo}/resolve/main/{urllib.parse.quote(name)}"
+        is_checked = name in self._is_checked
+        with web.request(url, headers=_from(offset), secrets=self._secrets(), is_checked=is_checked) as answer:
+            # A server that does not support ranges answers 200 and starts from the beginning.
+            yield (offset if answer.status == 206 else 0), answer.chunks
 
-        url = huggingface_hub.hf_hub_url(self.repo, name, repo_type="dataset", endpoint=self.endpoint)
-        # Offsets into a compressed transfer would not be offsets into the file.
-        headers = {**build_hf_headers(token=self._token), "Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
-        with _network(), get_session().stream("GET", url, headers=headers, timeout=60) as response:
-            hf_raise_for_status(response)
-            # A server that does not support ranges answers 200 and starts from the beginning. Nothing is decompressed,
-            # whatever the server declares, and chunks are passed on as they arrive, so that a slow transfer is noticed.
-            yield (offset if response.status_code == 206 else 0), response.iter_raw()
+    def _secrets(self) -> dict[str, str]:
+        """The user's token, for the hub alone."""
+        import huggingface_hub
+
+        token = huggingface_hub.get_token() if self._server == HUB else None
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _listed(content: Any, url: str) -> dict[str, Info]:
+    """What the hub says of files, by their names; FileError if it is something else."""
+    found = {}
+    for file in content if isinstance(content, list) else [content]:
+        if entry(file, "type", str, url) != "file":
+            continue
+        size = entry(file, "size", int, url)
+        large = file.get("lfs")
+        sha256 = None if large is None else entry(large, "oid", str, url)
+        if size < 0 or (sha256 is not None and not SHA256.fullmatch(sha256)):
+            raise FileError(f"{url} has a file of {size:,} bytes with the hash {brief(sha256)}; expected a SHA-256")
+        found[entry(file, "path", str, url)] = Info(size, sha256)
+    return found
+
+
+def _from(offset: int) -> dict[str, str]:
+    return {"Range": f"bytes={offset}-"}
+
+
+def _check_online() -> None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise SourceError("HF_HUB_OFFLINE is set")
 
 
 @dataclass(frozen=True)
@@ -147,17 +163,11 @@ class GitHub:
 
     @contextmanager
     def open(self, name: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        from huggingface_hub.utils import get_session
-
+        _check_online()
         path = urllib.parse.quote(self.manifest.paths[name])
         url = f"{self.host}/{self.manifest.repository}/{self.manifest.revision}/{path}"
-        headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
-        client = get_session()
-        with _network(), client.stream("GET", url, headers=headers, timeout=60, follow_redirects=True) as response:
-            if response.status_code >= 400:
-                kind = SourceError if _is_passing(response.status_code) else DownloadError
-                raise kind(f"{url} answered {response.status_code} {response.reason_phrase}")
-            yield (offset if response.status_code == 206 else 0), response.iter_raw()
+        with web.request(url, headers=_from(offset), is_checked=True) as answer:
+            yield (offset if answer.status == 206 else 0), answer.chunks
 
 
 class Folder:
@@ -194,39 +204,6 @@ def find_github(source: str | Path | Source | None, manifest: Manifest) -> Sourc
     if source is None or (isinstance(source, str) and source.startswith(("http://", "https://"))):
         return GitHub(manifest, source)
     return Folder(source) if isinstance(source, str | Path) else source
-
-
-@contextmanager
-def _network() -> Iterator[None]:
-    """Turns errors of the hub's library and the HTTP library below it into SourceError or DownloadError."""
-    from huggingface_hub.utils import HfHubHTTPError
-
-    try:
-        yield
-    except (DownloadError, SourceError):
-        raise
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        if status is not None and not _is_passing(status):
-            raise DownloadError(f"the hub refused: {_line(error)}") from error
-        raise SourceError(_line(error)) from error
-    except OSError as error:
-        raise SourceError(_line(error)) from error
-    except Exception as error:
-        # The hub's library has changed HTTP libraries between versions; the base class of their errors has the same
-        # name.
-        if not any(base.__name__ in ("HTTPError", "TransportError") for base in type(error).__mro__):
-            raise
-        raise SourceError(f"{type(error).__name__}: {_line(error)}") from error
-
-
-def _is_passing(status: int) -> bool:
-    """True if an HTTP error is worth another attempt."""
-    return status >= 500 or status in (408, 429)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def sha256_of(path: Path) -> str:

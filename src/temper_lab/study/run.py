@@ -200,6 +200,8 @@ def check_runs(study: Study, folder: Path) -> None:
 def make_tokenizer(study: Study, folder: Path, corpus: Any) -> None:
     """Provides the tokenizer of all runs: the existing one, the recipe's, that of existing runs, or a new one."""
     target = folder / "tokenizer"
+    # The only file there: nobody else would remove what a kill has left beside it.
+    recover(target)
     if (target / TOKENIZER).is_file():
         return
     settings = study.recipe.tokenizer

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import http.client
 import json
 import lzma
 import random
 import stat
 import struct
 import tempfile
-import urllib.error
-import urllib.parse
-import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +21,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from temper.registry import check_int, unknown
-from temper_lab.data.download import DownloadError, Pace, SourceError
+from temper_lab.data import web
+from temper_lab.data.web import DownloadError, Pace, SourceError
 from temper_lab.eval.core.tasks import KINDS, Item, Kind
 from temper_lab.io import FileError, atomic_dir, brief, parse_json, read_text, read_yaml
 
 # The public bundle has about 160 MB compressed, and is well below these limits.
 MAX_BYTES, MAX_PACKED_BYTES, MAX_FILES = 2 << 30, 1 << 30, 10_000
-CHUNK = 1 << 20
-TIMEOUT = 60
 
 
 @contextmanager
@@ -76,12 +71,6 @@ def _check(members: list[zipfile.ZipInfo]) -> None:
             raise ValueError(f"{member.orig_filename!r} is a link; expected files and folders")
 
 
-def check_address(url: str) -> None:
-    """Raises ValueError unless an address is http or https; other schemes read local files."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"the address is {url!r}; expected http:// or https://")
-
-
 def download_bundle(
     url: str, folder: Path, *, sha256: str | None = None, progress: Callable[[int, int | None], None] | None = None
 ) -> str:
@@ -93,7 +82,7 @@ def download_bundle(
     """
     if folder.exists():
         raise ValueError(f"{folder} exists; expected the name of a folder that the bundle can be unpacked into")
-    check_address(url)
+    web.check_address(url)
     folder = folder.absolute()
     with atomic_dir(folder) as work:
         # Downloaded beside the folder, which gets its name when it is complete.
@@ -105,44 +94,23 @@ def download_bundle(
     return found
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to http and https only, and without a SHA-256 only on the same host."""
-
-    def __init__(self, *, is_checked: bool) -> None:
-        self.is_checked = is_checked
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
-        if new.scheme not in ("http", "https") or (old.scheme == "https" and new.scheme == "http"):
-            raise DownloadError(f"{req.full_url} leads to {newurl[:200]!r}, which is not followed")
-        if not self.is_checked and new.hostname != old.hostname:
-            raise DownloadError(
-                f"{req.full_url} leads to another host, {str(new.hostname)[:200]!r}; give --sha256, or that address"
-            )
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def _receive(url: str, path: Path, progress: Callable[[int, int | None], None] | None, *, is_checked: bool) -> str:
     digest, done, pace = hashlib.sha256(), 0, Pace()
-    opener = urllib.request.build_opener(_SameHost(is_checked=is_checked))
     try:
-        with opener.open(url, timeout=TIMEOUT) as response, open(path, "xb") as file:
-            length = response.headers.get("Content-Length") or ""
-            total = int(length) if length.isdecimal() and len(length) < 20 else None
-            # Read in small chunks, so that a slow server is noticed.
-            while chunk := response.read1(CHUNK):
+        with web.request(url, is_checked=is_checked) as answer, open(path, "xb") as file:
+            for chunk in answer.chunks:
                 done += len(chunk)
                 pace.check(done)
-                if max(done, total or 0) > MAX_PACKED_BYTES:
+                if max(done, answer.length or 0) > MAX_PACKED_BYTES:
                     raise DownloadError(f"{url}: more than {MAX_PACKED_BYTES:,} bytes; too many for a bundle")
                 file.write(chunk)
                 digest.update(chunk)
                 if progress is not None:
-                    progress(done, total)
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, SourceError) as error:
+                    progress(done, answer.length)
+    except SourceError as error:
         raise DownloadError(f"{url} did not come ({error}). Go online, or take --bundle from elsewhere.") from error
-    if total is not None and done != total:
-        raise DownloadError(f"{url} ended after {done:,} of {total:,} bytes. Run the same command again.")
+    if answer.length is not None and done != answer.length:
+        raise DownloadError(f"{url} ended after {done:,} of {answer.length:,} bytes. Run the same command again.")
     return digest.hexdigest()
 
 
