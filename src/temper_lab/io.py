@@ -103,8 +103,7 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Gives a path with the same suffix to write a file to, which gets its final name when it is complete."""
     path = path.absolute()
-    with _failing(path), _workspace(path) as work:
-        _check_name(path)
+    with _failing(path), _nameable(path), _workspace(path) as work:
         part = work / f"{NEW}{path.suffix}"
         yield part
         fsync(part)
@@ -112,14 +111,17 @@ def atomic_file(path: Path) -> Iterator[Path]:
         fsync(path.parent)
 
 
-def _check_name(path: Path) -> None:
-    """Raises OSError for a name that no file could get, so that nothing is written for it."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+@contextmanager
+def _nameable(path: Path) -> Iterator[None]:
+    """Raises OSError for a name that no file could get, or that would be taken from a device (/dev/null) or a pipe."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # Links like /dev/stdout lead to one.
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "it is a device or a pipe, which is not replaced; expected the name of a file")
+    yield
 
 
 @contextmanager

@@ -453,7 +453,7 @@ def test_folders_that_are_no_studies(tmp_path, capsys):
     assert "is a file" in capsys.readouterr().err
     assert main(["compare", "--out", str(tmp_path / "none")]) == 2
     assert "--recipe is missing" in capsys.readouterr().err
-    assert main(["compare", "--recipe", "demo"]) == 1
+    assert main(["compare", "--recipe", "demo"]) == 2
     assert "--out is missing" in capsys.readouterr().err
     (tmp_path / "study.json").write_text("{}")
     assert main(["compare", "--out", str(tmp_path)]) == 1

@@ -324,17 +324,17 @@ def test_several_models_and_one_stream(study, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "said"),
     [
-        (["--text", "the people"], "--run is missing"),
-        (["--run", "nowhere"], "there is no model folder nowhere"),
-        (["--run", "{run}", "--live-megabytes", "-1"], "--live-megabytes is -1.0; expected 0 or more"),
-        (["--run", "{run}", "--out", "."], "expected the name of a file"),
+        (["--text", "the people"], 2, "--run is missing"),
+        (["--run", "nowhere"], 1, "there is no model folder nowhere"),
+        (["--run", "{run}", "--live-megabytes", "-1"], 1, "--live-megabytes is -1.0; expected 0 or more"),
+        (["--run", "{run}", "--out", "."], 1, "expected the name of a file"),
     ],
 )
-def test_what_inspect_refuses(study, tmp_path, monkeypatch, capsys, words, said):
+def test_what_inspect_refuses(study, tmp_path, monkeypatch, capsys, words, code, said):
     monkeypatch.chdir(tmp_path)
     words = [word.format(run=study[0] / "runs/mhc-n2-s0") for word in words]
-    assert main(["inspect", *words]) == 1
+    assert main(["inspect", *words]) == code
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -181,6 +181,21 @@ def test_links_are_replaced_and_never_followed(tmp_path):
     assert (victim / "file").read_text() == "mine"
 
 
+def test_devices_and_pipes_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "null").symlink_to(os.devnull)
+    before = names(tmp_path)
+    for name in before:
+        with pytest.raises(OSError, match=rf"could not write .*{name}: it is a device or a pipe"):
+            io.atomic_write(tmp_path / name, "text")
+    with pytest.raises(IsADirectoryError), io.atomic_files(tmp_path / "file", tmp_path):
+        pass
+    assert names(tmp_path) == before
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_a_lock_is_seen_by_those_who_may_only_read(tmp_path):
     path = tmp_path / ".lock"
     assert not io.is_locked(path)

@@ -126,6 +126,11 @@ TENSOR = {"dtype": "float32", "shape": [5, 3], "chunks": [[[0, 0], [5, 3], "shar
         ({"chunks": [[[1, 0], [5, 3], "shard-00000.safetensors"]]}, "chunks within it"),
         ({"chunks": [[[0, 0], [4, 3], "shard-00000.safetensors"]]}, "not all of it"),
         ({"chunks": []}, "not all of it"),
+        # As many numbers as there should be, but the last row is missing.
+        (
+            {"chunks": [[[row, 0], [rows, 3], "shard-00000.safetensors"] for row, rows in ((0, 3), (2, 2))]},
+            "not all of it",
+        ),
         ({"chunks": 3}, "expected a list"),
         ({"dtype": "object"}, "expected a dtype"),
         ({"shape": [5, -3]}, "expected a dtype"),

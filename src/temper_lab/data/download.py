@@ -98,7 +98,7 @@ class Hub:
 
 
 def _listed(content: Any, url: str) -> dict[str, Info]:
-    """What the hub says of files, by their names; FileError if it is something else."""
+    """Parses what the hub says of files into their infos by name, or raises FileError."""
     found = {}
     for file in content if isinstance(content, list) else [content]:
         if entry(file, "type", str, url) != "file":

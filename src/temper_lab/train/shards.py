@@ -257,7 +257,7 @@ class _Index:
             chunks = entry(about, "chunks", list, where)
             if dtype is None or not _are_sizes(shape) or not all(_is_chunk(chunk, shape) for chunk in chunks):
                 raise FileError(f"{where} is {brief(about)}; expected a dtype, a shape and chunks within it")
-            if sum(math.prod(size) for _, size, _ in chunks) != math.prod(shape):
+            if not _are_whole(chunks, shape):
                 raise FileError(f"{where}: its chunks are not all of it")
             total += math.prod(shape) * dtype.itemsize
             parts = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size, _ in chunks]
@@ -282,6 +282,17 @@ def _is_chunk(chunk: Any, shape: list[int]) -> bool:
     are_sizes = _are_sizes(start) and _are_sizes(size) and len(start) == len(size) == len(shape)
     # A name that leads nowhere else.
     return are_sizes and all(a + b <= c for a, b, c in zip(start, size, shape, strict=True)) and _is_file_name(name)
+
+
+def _are_whole(chunks: list[Any], shape: list[int]) -> bool:
+    """Whether the chunks, one after the other along the first dimension, are all of a tensor."""
+    row = 0
+    for start, size, _ in sorted((chunk for chunk in chunks if math.prod(chunk[1])), key=lambda chunk: chunk[0]):
+        if start[:1] not in ([], [row]) or any(start[1:]) or size[1:] != shape[1:]:
+            return False
+        row += size[0] if size else 1
+    # A scalar is one row; where any size is zero there is nothing to read.
+    return row == (shape[0] if shape else 1) or math.prod(shape) == 0
 
 
 def _is_file_name(name: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from temper.registry import check_int
 
-VARIABLE = "TEMPER_TILES"
+VARIABLE, MAX_CHARS = "TEMPER_TILES", 1 << 20
 # Targets that are compiled and checked; other GPUs use the nearest one that is not newer.
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Tiles for tests: a few tokens already fill several blocks.
@@ -177,7 +177,8 @@ def _from_file(path: str | None, target: str) -> dict[tuple[int | None, str], Ti
         return {}
     try:
         with open(path, encoding="utf-8") as file:
-            written = json.load(file)
+            # A file of --tune has a few kilobytes.
+            written = json.loads(file.read(MAX_CHARS))
         entries = written["tiles"].get(target, [])
         return {(entry["streams"], _known(entry["kernel"])): _tile(entry["tile"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
