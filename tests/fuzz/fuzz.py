@@ -336,6 +336,8 @@ VALUES |= {
 }
 # What runs a program that it names, starts a thread for each number, or compiles for a minute.
 SLOW = {"--launch", "--train.threads", "--train.compile", "--core", "--help"}
+# With --no-count `bench` measures, which takes minutes.
+SLOW |= {"--count", "--no-count"}
 
 
 def case_of(base: Path, seed: int, number: int) -> Case:

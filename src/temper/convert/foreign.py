@@ -39,13 +39,13 @@ def load_foreign(
     # Checks both numbers first: the implementations below divide by them.
     RouterConfig(num_streams=num_streams, dim=dim)
     config = foreign.config(num_streams, dim, overrides)
-    theirs = _checked(foreign, state_dict, num_streams, dim)
-    ours = foreign.to_ours(theirs, num_streams, dim)
+    external = _checked(foreign, state_dict, num_streams, dim)
+    own = foreign.to_temper(external, num_streams, dim)
     with torch.device("meta"):
         site = HyperConnection(config)
-    first = next(iter(theirs.values()))
+    first = next(iter(external.values()))
     site = site.to(first.dtype).to_empty(device=first.device)
-    site.load_state_dict(ours)
+    site.load_state_dict(own)
     return site
 
 
@@ -89,8 +89,8 @@ def export_foreign(target: str, site: HyperConnection, **overrides: Any) -> Weig
             if gain is None
             else gain.expand(config.num_streams, config.dim)
         )
-        theirs = foreign.to_theirs(weights, config.num_streams, config.dim)
-    return {key: tensor.detach().clone().contiguous() for key, tensor in theirs.items()}
+        external = foreign.to_foreign(weights, config.num_streams, config.dim)
+    return {key: tensor.detach().clone().contiguous() for key, tensor in external.items()}
 
 
 class Foreign(Registered, ABC, family="foreign source"):
@@ -108,11 +108,11 @@ class Foreign(Registered, ABC, family="foreign source"):
 
     @classmethod
     @abstractmethod
-    def to_ours(cls, theirs: Weights, num_streams: int, dim: int) -> Weights: ...
+    def to_temper(cls, external: Weights, num_streams: int, dim: int) -> Weights: ...
 
     @classmethod
     @abstractmethod
-    def to_theirs(cls, ours: Weights, num_streams: int, dim: int) -> Weights: ...
+    def to_foreign(cls, own: Weights, num_streams: int, dim: int) -> Weights: ...
 
 
 class HyperConn(Foreign):
@@ -156,36 +156,36 @@ class HyperConn(Foreign):
         """The inverse of `split`."""
 
     @classmethod
-    def to_ours(cls, theirs: Weights, num_streams: int, dim: int) -> Weights:
+    def to_temper(cls, external: Weights, num_streams: int, dim: int) -> Weights:
         modes = (num_streams, dim)
-        pre, res = cls.split(theirs["dynamic_alpha_fn"].unflatten(0, modes), num_streams)
-        pre_bias, res_bias = cls.split(theirs["static_alpha"].flatten(), num_streams)
+        pre, res = cls.split(external["dynamic_alpha_fn"].unflatten(0, modes), num_streams)
+        pre_bias, res_bias = cls.split(external["static_alpha"].flatten(), num_streams)
         return {
-            "norm.weight": 1 + theirs["norm.gamma"].view(modes),
-            "pre.gate": theirs["pre_branch_scale"].view(1),
+            "norm.weight": 1 + external["norm.gamma"].view(modes),
+            "pre.gate": external["pre_branch_scale"].view(1),
             "pre.bias": pre_bias,
             "pre.generator.weight": pre,
-            "res.gate": theirs["residual_scale"].view(1),
+            "res.gate": external["residual_scale"].view(1),
             "res.bias": res_bias,
             "res.generator.weight": res,
-            "post.gate": theirs["h_post_scale"].view(1),
-            "post.bias": theirs["static_beta"],
-            "post.generator.weight": theirs["dynamic_beta_fn"].unflatten(0, modes),
+            "post.gate": external["h_post_scale"].view(1),
+            "post.bias": external["static_beta"],
+            "post.generator.weight": external["dynamic_beta_fn"].unflatten(0, modes),
         }
 
     @classmethod
-    def to_theirs(cls, ours: Weights, num_streams: int, dim: int) -> Weights:
-        alpha = cls.join(ours["pre.generator.weight"], ours["res.generator.weight"], num_streams)
-        static = cls.join(ours["pre.bias"], ours["res.bias"], num_streams)
+    def to_foreign(cls, own: Weights, num_streams: int, dim: int) -> Weights:
+        alpha = cls.join(own["pre.generator.weight"], own["res.generator.weight"], num_streams)
+        static = cls.join(own["pre.bias"], own["res.bias"], num_streams)
         return {
-            "norm.gamma": (ours["norm.weight"] - 1).flatten(),
-            "pre_branch_scale": ours["pre.gate"],
-            "residual_scale": ours["res.gate"],
-            "h_post_scale": ours["post.gate"].view(()),
+            "norm.gamma": (own["norm.weight"] - 1).flatten(),
+            "pre_branch_scale": own["pre.gate"],
+            "residual_scale": own["res.gate"],
+            "h_post_scale": own["post.gate"].view(()),
             "static_alpha": static.view(cls.shapes(num_streams, dim)["static_alpha"]),
             "dynamic_alpha_fn": alpha.flatten(0, 1),
-            "static_beta": ours["post.bias"],
-            "dynamic_beta_fn": ours["post.generator.weight"].flatten(0, 1),
+            "static_beta": own["post.bias"],
+            "dynamic_beta_fn": own["post.generator.weight"].flatten(0, 1),
         }
 
 
@@ -235,7 +235,7 @@ class MHCLite(HyperConn, name="hyper_conn.mhc_lite"):
 
 
 class KromHC(HyperConn, name="hyper_conn.kromhc"):
-    """alpha = (pre, identity and swap of each factor), the leftmost factor first; ours has it last."""
+    """alpha = (pre, identity and swap of each factor), the leftmost factor first; here it is the last."""
 
     preset = "kromhc"
 
@@ -272,29 +272,29 @@ class DeepseekV4(Foreign, name="deepseek_v4"):
         return {"fn": (rows, num_streams * dim), "base": (rows,), "scale": (3,)}
 
     @classmethod
-    def to_ours(cls, theirs: Weights, num_streams: int, dim: int) -> Weights:
-        ours: Weights = {}
+    def to_temper(cls, external: Weights, num_streams: int, dim: int) -> Weights:
+        own: Weights = {}
         sizes = [num_streams, num_streams, num_streams**2]
-        parts = zip(theirs["fn"].split(sizes), theirs["base"].split(sizes), theirs["scale"], strict=True)
+        parts = zip(external["fn"].split(sizes), external["base"].split(sizes), external["scale"], strict=True)
         for name, (rows, bias, scale) in zip(("pre", "post", "res"), parts, strict=True):
             weight = rows.T.unflatten(0, (num_streams, dim))
             if name == "res":
                 weight = weight.unflatten(-1, (num_streams, num_streams)).transpose(-2, -1)
                 bias = bias.view(num_streams, num_streams).T
-            ours |= {f"{name}.gate": scale.view(1), f"{name}.bias": bias, f"{name}.generator.weight": weight}
-        return ours
+            own |= {f"{name}.gate": scale.view(1), f"{name}.bias": bias, f"{name}.generator.weight": weight}
+        return own
 
     @classmethod
-    def to_theirs(cls, ours: Weights, num_streams: int, dim: int) -> Weights:
+    def to_foreign(cls, own: Weights, num_streams: int, dim: int) -> Weights:
         fn, base = [], []
         for name in ("pre", "post", "res"):
-            weight, bias = ours[f"{name}.generator.weight"], ours[f"{name}.bias"]
+            weight, bias = own[f"{name}.generator.weight"], own[f"{name}.bias"]
             if name == "res":
                 weight, bias = weight.transpose(-2, -1), bias.T
             # Their module has no gain: fold it into the weights that follow.
-            fn.append((weight.flatten(2) * ours["norm.weight"].unsqueeze(-1)).flatten(0, 1).T)
+            fn.append((weight.flatten(2) * own["norm.weight"].unsqueeze(-1)).flatten(0, 1).T)
             base.append(bias.flatten())
-        gates = [ours[f"{name}.gate"] for name in ("pre", "post", "res")]
+        gates = [own[f"{name}.gate"] for name in ("pre", "post", "res")]
         return {"fn": torch.cat(fn), "base": torch.cat(base), "scale": torch.cat(gates)}
 
 
@@ -313,26 +313,26 @@ class Megatron(Foreign, name="megatron.mhc"):
         return {"mapping_proj.weight": (rows, num_streams * dim), "bias": (rows,), **gates}
 
     @classmethod
-    def to_ours(cls, theirs: Weights, num_streams: int, dim: int) -> Weights:
-        ours: Weights = {}
+    def to_temper(cls, external: Weights, num_streams: int, dim: int) -> Weights:
+        own: Weights = {}
         sizes = [num_streams, num_streams, num_streams**2]
-        parts = zip(theirs["mapping_proj.weight"].split(sizes), theirs["bias"].split(sizes), strict=True)
+        parts = zip(external["mapping_proj.weight"].split(sizes), external["bias"].split(sizes), strict=True)
         for name, (rows, bias) in zip(("pre", "post", "res"), parts, strict=True):
             out = (num_streams, num_streams) if name == "res" else (num_streams,)
-            ours[f"{name}.gate"] = theirs[f"alpha_{name}"]
-            ours[f"{name}.bias"] = bias.view(out)
-            ours[f"{name}.generator.weight"] = rows.T.unflatten(0, (num_streams, dim)).unflatten(-1, out)
-        return ours
+            own[f"{name}.gate"] = external[f"alpha_{name}"]
+            own[f"{name}.bias"] = bias.view(out)
+            own[f"{name}.generator.weight"] = rows.T.unflatten(0, (num_streams, dim)).unflatten(-1, out)
+        return own
 
     @classmethod
-    def to_theirs(cls, ours: Weights, num_streams: int, dim: int) -> Weights:
+    def to_foreign(cls, own: Weights, num_streams: int, dim: int) -> Weights:
         rows, bias = [], []
         for name in ("pre", "post", "res"):
             # They have no gain: it goes into the weights that follow it.
-            weight = ours[f"{name}.generator.weight"].flatten(2) * ours["norm.weight"].unsqueeze(-1)
+            weight = own[f"{name}.generator.weight"].flatten(2) * own["norm.weight"].unsqueeze(-1)
             rows.append(weight.flatten(0, 1).T)
-            bias.append(ours[f"{name}.bias"].flatten())
-        gates = {f"alpha_{name}": ours[f"{name}.gate"] for name in ("pre", "post", "res")}
+            bias.append(own[f"{name}.bias"].flatten())
+        gates = {f"alpha_{name}": own[f"{name}.gate"] for name in ("pre", "post", "res")}
         return {"mapping_proj.weight": torch.cat(rows), "bias": torch.cat(bias), **gates}
 
 
@@ -345,17 +345,17 @@ class MegatronGuarded(Megatron, name="megatron.mhc_guarded"):
         return _routed(cls.name, "mhc", num_streams, dim, guards | overrides)
 
     @classmethod
-    def to_ours(cls, theirs: Weights, num_streams: int, dim: int) -> Weights:
-        return _turned(super().to_ours(theirs, num_streams, dim))
+    def to_temper(cls, external: Weights, num_streams: int, dim: int) -> Weights:
+        return _turned(super().to_temper(external, num_streams, dim))
 
     @classmethod
-    def to_theirs(cls, ours: Weights, num_streams: int, dim: int) -> Weights:
-        return super().to_theirs(_turned(ours), num_streams, dim)
+    def to_foreign(cls, own: Weights, num_streams: int, dim: int) -> Weights:
+        return super().to_foreign(_turned(own), num_streams, dim)
 
 
-def _turned(ours: Weights) -> Weights:
+def _turned(weights: Weights) -> Weights:
     """The same weights with the logits of res transposed."""
-    return ours | {key: ours[key].transpose(-2, -1) for key in ("res.bias", "res.generator.weight")}
+    return weights | {key: weights[key].transpose(-2, -1) for key in ("res.bias", "res.generator.weight")}
 
 
 def _routed(source: str, name: str, num_streams: int, dim: int, settings: dict[str, Any]) -> RouterConfig:

@@ -36,8 +36,8 @@ def cp(weight: Tensor, rank: int, effort: Effort, *, first: State) -> State:
         for mode, factor in enumerate(state):
             others = factors[:mode] + factors[mode + 1 :]
             gram = _gram(others) * grown
-            pull = small.movedim(mode, 0).flatten(1) @ columns(others, rank) - factor @ gram
-            factors[mode] = factor + solve(gram, pull.T).T
+            slope = small.movedim(mode, 0).flatten(1) @ columns(others, rank) - factor @ gram
+            factors[mode] = factor + solve(gram, slope.T).T
         return balanced(tuple(factors))
 
     def starts() -> Iterator[State]:
@@ -81,9 +81,9 @@ def weighted_cp(weight: Tensor, rank: int, moment: Moment, effort: Effort, *, fi
         for mode, factor in enumerate(outs):
             others = outs[:mode] + outs[mode + 1 :]
             gram = gram_in * _gram(others)
-            pulled = (wanted_QO - gram_in @ columns(outs).T).view(rank, *weight.shape[2:]).movedim(mode + 1, 1)
-            pull = torch.einsum("qop,pq->oq", pulled.reshape(rank, len(factor), -1), columns(others, rank))
-            outs[mode] = factor + solve(gram * grown, (pull - factor * (gram.diagonal() * ridge)).T).T
+            left_over = (wanted_QO - gram_in @ columns(outs).T).view(rank, *weight.shape[2:]).movedim(mode + 1, 1)
+            slope = torch.einsum("qop,pq->oq", left_over.reshape(rank, len(factor), -1), columns(others, rank))
+            outs[mode] = factor + solve(gram * grown, (slope - factor * (gram.diagonal() * ridge)).T).T
         return (stream, feature, *outs)
 
     def sweep(state: State) -> State:

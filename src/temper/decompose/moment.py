@@ -65,13 +65,13 @@ class Problem:
         streams, features = self.moment.roots()
         return torch.einsum("nm,dc,mco->ndo", streams[0], features[0], self.weight), streams, features
 
-    def pull(self, ins_NDR: Tensor, out_RO: Tensor) -> Tensor:
+    def slope(self, ins_NDR: Tensor, out_RO: Tensor) -> Tensor:
         """S (W - What), half the negative gradient, for What = ins out: S meets R columns and not O."""
         return self.seen - self.moment.apply(ins_NDR) @ out_RO
 
     def error(self, ins_NDR: Tensor, out_RO: Tensor) -> float:
         """tr((W - What)^T S (W - What)); as one side is a plain difference, it keeps its digits when both are close."""
-        return max(0.0, torch.sum((self.weight - ins_NDR @ out_RO) * self.pull(ins_NDR, out_RO)).item())
+        return max(0.0, torch.sum((self.weight - ins_NDR @ out_RO) * self.slope(ins_NDR, out_RO)).item())
 
 
 def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,10 @@ def without_features(problem: Problem, stream_NA: Tensor, middle_ADR: Tensor, ou
         target = torch.linalg.solve(stream_NA, weight_NDO.flatten(1)).reshape(num_streams * dim, -1)
         values, vectors = torch.linalg.eigh(weight_NDO.flatten(0, 1).T @ problem.seen.flatten(0, 1))
         return target, values.clamp(min=0).sqrt()[:, None] * vectors.T
-    pull_NDO = problem.pull(torch.tensordot(stream_NA, middle_ADR, dims=1), out_RO)
-    pull = (stream_NA.T @ pull_NDO.flatten(1)).view(rank * dim, -1)
+    slope_NDO = problem.slope(torch.tensordot(stream_NA, middle_ADR, dims=1), out_RO)
+    slope = (stream_NA.T @ slope_NDO.flatten(1)).view(rank * dim, -1)
     lower = factor(moment.streams(stream_NA).reshape(rank * dim, rank * dim))
-    target = middle_ADR.reshape(rank * dim, -1) @ out_RO + torch.cholesky_solve(pull, lower)
+    target = middle_ADR.reshape(rank * dim, -1) @ out_RO + torch.cholesky_solve(slope, lower)
     return target, torch.linalg.qr(lower.T @ target).R
 
 
@@ -81,8 +81,8 @@ def holding(problem: Problem, basis_DB: Tensor, held_NBR: Tensor, out_RO: Tensor
         held_NBR: What in that basis, with the outputs apart.
     """
     inner = Moment(problem.moment.features(basis_DB))
-    pull_NDO = problem.pull(torch.einsum("nbr,db->ndr", held_NBR, basis_DB), out_RO)
-    pull_NBO = torch.einsum("ndo,db->nbo", pull_NDO, basis_DB)
+    slope_NDO = problem.slope(torch.einsum("nbr,db->ndr", held_NBR, basis_DB), out_RO)
+    pull_NBO = torch.einsum("ndo,db->nbo", slope_NDO, basis_DB)
     step = solve(inner.matrix, pull_NBO.flatten(0, 1)).view(pull_NBO.shape)
     return Problem(inner, held_NBR @ out_RO + step)
 
@@ -127,8 +127,8 @@ def feature_step(problem: Problem, out_RO: Tensor, stream_NA: Tensor, mixed_ABR:
     by_stream = inner_ADAD.diagonal(dim1=1, dim2=3).sum(-1) / inner.diagonal().sum()
     by_column = factor(torch.einsum("abr,ae,ecr->bc", mixed_ABR, by_stream, mixed_ABR))
 
-    def precondition(pull: Tensor) -> Tensor:
-        return torch.cholesky_solve(torch.cholesky_solve(pull, by_feature).T, by_column).T
+    def precondition(slope: Tensor) -> Tensor:
+        return torch.cholesky_solve(torch.cholesky_solve(slope, by_feature).T, by_column).T
 
     return factor_DB + _conjugate_gradients(system_of, pull_DB, precondition)
 

@@ -70,5 +70,5 @@ class PerStream(Dense, name="per-stream"):
         if moment is not None:
             measure = Moment(moment.view(*self.in_modes, *self.in_modes))
             system = measure.tensor.diagonal(dim1=0, dim2=2).sum(-1)
-            pull = measure.apply(weight - self.to_dense()).diagonal(dim1=0, dim2=-1).sum(-1)
-            self.weight.add_(solve(system, pull.flatten(1) if pull.ndim > 1 else pull).view(pull.shape))
+            slope = measure.apply(weight - self.to_dense()).diagonal(dim1=0, dim2=-1).sum(-1)
+            self.weight.add_(solve(system, slope.flatten(1) if slope.ndim > 1 else slope).view(slope.shape))

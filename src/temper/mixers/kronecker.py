@@ -94,12 +94,12 @@ class Kronecker(Mixer, name="kronecker"):
             slopes.append(torch.einsum("...iajb,...ab->...ij", blocks, products[k - 1]) if k else grad)
             grad = torch.einsum("...iajb,...ij->...ab", blocks, factors[k])
         parts = self._parts(logits)
-        pulled = []
+        gradients = []
         for size, part, slope in zip(self.sizes, parts, reversed(slopes), strict=True):
             mixture = self.mixtures[str(size)]
             assert isinstance(mixture, PermutationMixture)
-            pulled.append(mixture.vjp(part, slope))
-        return torch.cat(pulled, dim=-1)
+            gradients.append(mixture.vjp(part, slope))
+        return torch.cat(gradients, dim=-1)
 
     def lipschitz(self) -> float:
         # A mixture of permutations whose logits are sums: as for all N! of them.

@@ -146,10 +146,10 @@ class Sinkhorn(Mixer, name="sinkhorn"):
             return self._turn(newton.vjp(self._turn(res), self._turn(grad)))
         tokens_last, slope = (self._turn(tensor).movedim(0, -1).contiguous() for tensor in (logits, grad))
         if self.eps:
-            pulled = scaling.vjp_guarded(tokens_last, slope, self.iters, self.eps)
+            gradient = scaling.vjp_guarded(tokens_last, slope, self.iters, self.eps)
         else:
-            pulled = scaling.vjp(tokens_last, slope, self.iters)
-        return self._turn(pulled.movedim(-1, 0))
+            gradient = scaling.vjp(tokens_last, slope, self.iters)
+        return self._turn(gradient.movedim(-1, 0))
 
     @property
     def has_vjp(self) -> bool:

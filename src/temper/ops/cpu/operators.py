@@ -311,8 +311,8 @@ def _run_finish_begin_backward(
     later = (grad, d_x, d_next_weights, following, in_map, out, bias, next_weights, z, norms)
     earlier = (streams, y, weights)
     if not _projects(spec, streams.dtype):
-        pulled = _run_begin_backward(*later, ints, floats)
-        return *pulled, *_run_finish_backward(pulled[0], *earlier, ints, floats)
+        gradient = _run_begin_backward(*later, ints, floats)
+        return *gradient, *_run_finish_backward(gradient[0], *earlier, ints, floats)
     results: tuple[Tensor, ...] = schema.SHAPES["finish_begin_backward"](*later, *earlier, ints, floats)
     name = "finish_begin_backward" if y.dtype == streams.dtype else "finish_begin_backward_other"
     numbers = (pointer, streams.shape[0], torch.get_num_threads())

@@ -88,7 +88,7 @@ def resolve(launch: Launch) -> tuple[Any, dict[str, Any]]:
     from temper.ops.gpu.kernels import KERNELS, mixers, wide_types
 
     arguments = dict(launch.arguments)
-    for name, index in (("SOLVE", 0), ("PULL", 1)):
+    for name, index in (("SOLVE", 0), ("VJP", 1)):
         if name in arguments:
             arguments[name] = mixers.MIXERS[arguments[name]][index]
     if "WIDE" in arguments:
@@ -395,7 +395,7 @@ def _route_backward(
     arguments |= {**routed._asdict(), "out": folded.out.contiguous()}
     arguments |= {"bias": folded.bias.contiguous(), "table": table, "d_logits": d_logits, "d_z": d_z, "own": own}
     arguments |= {"T": tokens, "R": spec.num_rows, "HAS_WEIGHTS": d_weights is not None, "HAS_X": d_x is not None}
-    arguments |= {"PRE_EPS": spec.pre_eps, **_heads(spec), "PULL": native.kind, **constants}
+    arguments |= {"PRE_EPS": spec.pre_eps, **_heads(spec), "VJP": native.kind, **constants}
     arguments |= {"N": spec.num_streams, "NP": site.padded, "WIDE": site.wide, "BT": tile.tokens}
     site.run("route_backward", (cdiv(tokens, tile.tokens),), tile, arguments)
     return d_logits, d_z, own
@@ -536,7 +536,7 @@ def mix_backward(logits: Tensor, res: Tensor, grad: Tensor, spec: SiteSpec) -> T
     """The gradient of the logits."""
     logits, res, grad = logits.contiguous(), res.contiguous(), grad.contiguous()
     d_logits = torch.empty_like(logits)
-    _run_mixer("mix_backward", {"logits": logits, "res": res, "grad": grad, "d_logits": d_logits}, "PULL", spec)
+    _run_mixer("mix_backward", {"logits": logits, "res": res, "grad": grad, "d_logits": d_logits}, "VJP", spec)
     return d_logits
 
 

@@ -37,13 +37,13 @@ struct Stored {
     // further.
     virtual Index offset(Index line) const = 0;
     virtual void weights(R* weights) const = 0;
-    virtual void pull_weights(const R* d_weights) const = 0;
+    virtual void vjp_weights(const R* d_weights) const = 0;
     // The core (lines, bases).
     virtual void core(R*) const {}
-    virtual void pull_core(const R*) const {}
+    virtual void vjp_core(const R*) const {}
     // The output map (rows, logits).
     virtual void out(R*) const {}
-    virtual void pull_out(const R*) const {}
+    virtual void vjp_out(const R*) const {}
 
     Index lines() const { return groups * inner; }
     Index num_stored() const { return bases ? bases : lines(); }
@@ -83,7 +83,7 @@ struct Dense : Stored<R> {
     }
     Index offset(Index line) const override { return line % n * dim * this->logits + line / n; }
     void weights(R* weights) const override { std::fill(weights, weights + this->groups, R(1)); }
-    void pull_weights(const R*) const override {}
+    void vjp_weights(const R*) const override {}
 };
 
 // Output maps are made mode by mode: from `before`, the map of the modes up to here, and the tensor of the next one.
@@ -93,24 +93,24 @@ struct Chained : Stored<R> {
     // The number of entries up to mode k.
     virtual Index entries(Index k) const = 0;
     virtual void begin(R* map) const = 0;
-    virtual void pull_begin(const R* d_map) const = 0;
+    virtual void vjp_begin(const R* d_map) const = 0;
     virtual void extend(Index k, const R* before, R* map) const = 0;
     // Writes the gradient of the tensor, and adds to that of `before`, which is zero.
-    virtual void pull_extend(Index k, const R* before, const R* d_map, R* d_before) const = 0;
+    virtual void vjp_extend(Index k, const R* before, const R* d_map, R* d_before) const = 0;
 
     void out(R* map) const override {
         auto maps = all();
         std::copy(maps.back().begin(), maps.back().end(), map);
     }
-    void pull_out(const R* d_map) const override {
+    void vjp_out(const R* d_map) const override {
         auto maps = all();
         std::vector<R> slope(d_map, d_map + entries(modes.size() - 1));
         for (Index k = modes.size() - 1; k > 0; --k) {
             std::vector<R> before(entries(k - 1));
-            pull_extend(k, maps[k - 1].data(), slope.data(), before.data());
+            vjp_extend(k, maps[k - 1].data(), slope.data(), before.data());
             slope.swap(before);
         }
-        pull_begin(slope.data());
+        vjp_begin(slope.data());
     }
 
    private:
@@ -158,7 +158,7 @@ struct Cp : Chained<R> {
     }
     Index offset(Index line) const override { return line; }
     void weights(R* weights) const override { transpose(this->stored[0], n, this->rows, weights); }
-    void pull_weights(const R* d_weights) const override { transpose(d_weights, this->rows, n, this->slopes[0]); }
+    void vjp_weights(const R* d_weights) const override { transpose(d_weights, this->rows, n, this->slopes[0]); }
 
     Index entries(Index k) const override {
         Index count = this->rows;
@@ -166,14 +166,14 @@ struct Cp : Chained<R> {
         return count;
     }
     void begin(R* map) const override { transpose(this->stored[2], this->modes[0], this->rows, map); }
-    void pull_begin(const R* d_map) const override { transpose(d_map, this->rows, this->modes[0], this->slopes[2]); }
+    void vjp_begin(const R* d_map) const override { transpose(d_map, this->rows, this->modes[0], this->slopes[2]); }
     void extend(Index k, const R* before, R* map) const override {
         const Index rank = this->rows, mode = this->modes[k], count = entries(k - 1) / rank;
         for (Index q = 0; q < rank; ++q)
             for (Index x = 0; x < count; ++x)
                 for (Index o = 0; o < mode; ++o) *map++ = before[q * count + x] * this->stored[2 + k][o * rank + q];
     }
-    void pull_extend(Index k, const R* before, const R* d_map, R* d_before) const override {
+    void vjp_extend(Index k, const R* before, const R* d_map, R* d_before) const override {
         const Index rank = this->rows, mode = this->modes[k], count = entries(k - 1) / rank;
         std::fill_n(this->slopes[2 + k], mode * rank, R(0));
         for (Index q = 0; q < rank; ++q)
@@ -201,14 +201,14 @@ struct Tucker : Chained<R> {
     }
     Index offset(Index line) const override { return line; }
     void weights(R* weights) const override { repeat(this->stored[1], n * ranks[0], this->rows, weights); }
-    void pull_weights(const R* d_weights) const override {
+    void vjp_weights(const R* d_weights) const override {
         add_up(d_weights, n * ranks[0], this->rows, this->slopes[1]);
     }
     // Line (r, a) is sum_b core[a, b, r] C[b].
     void core(R* core) const override {
         each_core([&](Index at, Index from) { core[at] = this->stored[0][from]; });
     }
-    void pull_core(const R* d_core) const override {
+    void vjp_core(const R* d_core) const override {
         each_core([&](Index at, Index to) { this->slopes[0][to] = d_core[at]; });
     }
     template <class F>
@@ -225,12 +225,12 @@ struct Tucker : Chained<R> {
         return count;
     }
     void begin(R* map) const override { transpose(this->stored[3], this->modes[0], ranks[2], map); }
-    void pull_begin(const R* d_map) const override { transpose(d_map, ranks[2], this->modes[0], this->slopes[3]); }
+    void vjp_begin(const R* d_map) const override { transpose(d_map, ranks[2], this->modes[0], this->slopes[3]); }
     // Kronecker in the ranks, outer in the modes: (P, X) and (O, Q) make (P * Q, X * O).
     void extend(Index k, const R* before, R* map) const override {
         each_out(k, [&](Index x, Index v) { *map++ = before[x] * this->stored[3 + k][v]; });
     }
-    void pull_extend(Index k, const R* before, const R* d_map, R* d_before) const override {
+    void vjp_extend(Index k, const R* before, const R* d_map, R* d_before) const override {
         std::fill_n(this->slopes[3 + k], this->modes[k] * ranks[2 + k], R(0));
         each_out(k, [&](Index x, Index v) {
             d_before[x] += *d_map * this->stored[3 + k][v];
@@ -265,7 +265,7 @@ struct Tt : Chained<R> {
     }
     Index offset(Index line) const override { return line % this->inner * dim * this->rows + line / this->inner; }
     void weights(R* weights) const override { repeat(this->stored[0], n * this->inner, this->rows, weights); }
-    void pull_weights(const R* d_weights) const override {
+    void vjp_weights(const R* d_weights) const override {
         add_up(d_weights, n * this->inner, this->rows, this->slopes[0]);
     }
 
@@ -275,7 +275,7 @@ struct Tt : Chained<R> {
         return count;
     }
     void begin(R* map) const override { std::copy_n(this->stored[2], entries(0), map); }
-    void pull_begin(const R* d_map) const override { std::copy_n(d_map, entries(0), this->slopes[2]); }
+    void vjp_begin(const R* d_map) const override { std::copy_n(d_map, entries(0), this->slopes[2]); }
     // (X, B) and (B, O, C) make (X, O, C).
     void extend(Index k, const R* before, R* map) const override {
         const Index bond = bonds[1 + k], count = entries(k - 1) / bond, width = this->modes[k] * bonds[2 + k];
@@ -285,7 +285,7 @@ struct Tt : Chained<R> {
                 for (Index e = 0; e < width; ++e)
                     map[x * width + e] += before[x * bond + b] * this->stored[2 + k][b * width + e];
     }
-    void pull_extend(Index k, const R* before, const R* d_map, R* d_before) const override {
+    void vjp_extend(Index k, const R* before, const R* d_map, R* d_before) const override {
         const Index bond = bonds[1 + k], count = entries(k - 1) / bond, width = this->modes[k] * bonds[2 + k];
         std::fill_n(this->slopes[2 + k], bond * width, R(0));
         for (Index x = 0; x < count; ++x)
@@ -422,7 +422,7 @@ struct Lines {
         return lines.data();
     }
     // Writes the gradient of what is stored, and adds to that of the core.
-    void pull(const Stored<R>& head, const R* core, Index begin, Index length, R* d_core) {
+    void vjp(const Stored<R>& head, const R* core, Index begin, Index length, R* d_core) {
         if (head.bases) {
             dots(d_lines.data(), head.lines(), CHUNK, bases.data(), head.bases, CHUNK, length, d_core, head.bases);
             mix_rows(core, 1, head.bases, d_lines.data(), head.lines(), head.bases, length, d_bases.data());
@@ -476,7 +476,7 @@ void fold_backward(const Index* form, int threads, const R* const* tensors, cons
     std::vector<R> parts(site.chunks() * part);
     over(site.chunks(), threads, [&] {
         return [&, all = Lines<R>(site, true), gains = std::vector<R>(n * CHUNK), d_gains = std::vector<R>(n * CHUNK),
-                pulled = std::vector<R>(site.most([](const Stored<R>& head) { return head.members; }) * CHUNK)](
+                gradient = std::vector<R>(site.most([](const Stored<R>& head) { return head.members; }) * CHUNK)](
                    Index chunk) mutable {
             const Index begin = chunk * CHUNK, length = std::min(CHUNK, dim - begin);
             site.load_gain(begin, length, gains.data());
@@ -493,13 +493,13 @@ void fold_backward(const Index* form, int threads, const R* const* tensors, cons
                         const Index at = (g * members + m) % n * CHUNK + d;
                         const V slope = load<V>(rows + m * dim + d);
                         store(&d_gains[at], load<V>(&d_gains[at]) + slope * value);
-                        store(&pulled[m * CHUNK + d], slope * load<V>(&gains[at]));
+                        store(&gradient[m * CHUNK + d], slope * load<V>(&gains[at]));
                     });
-                    dots(pulled.data(), members, CHUNK, line, inner, CHUNK, length, d_weights, inner);
-                    mix_rows(weights, 1, inner, pulled.data(), members, inner, length, d_line);
+                    dots(gradient.data(), members, CHUNK, line, inner, CHUNK, length, d_weights, inner);
+                    mix_rows(weights, 1, inner, gradient.data(), members, inner, length, d_line);
                     weights += members * inner, d_weights += members * inner, rows += members * dim;
                 }
-                all.pull(*head, core, begin, length, d_core);
+                all.vjp(*head, core, begin, length, d_core);
                 weights += head->num_core(), d_weights += head->num_core();
             }
             site.save_gain(begin, length, d_gains.data(), d_weights);
@@ -520,9 +520,9 @@ void fold_backward(const Index* form, int threads, const R* const* tensors, cons
             head->out(map.data());
             for (Index e = 0; e < count; ++e) d_gate += d_out[e] * map[e];
             for (Index e = 0; e < count; ++e) map[e] = d_out[e] * head->gate();
-            head->pull_out(map.data());
-            head->pull_weights(d_weights);
-            head->pull_core(d_weights + head->num_weights());
+            head->vjp_out(map.data());
+            head->vjp_weights(d_weights);
+            head->vjp_core(d_weights + head->num_weights());
             d_out += count;
         }
         *head->slopes[last] = d_gate;

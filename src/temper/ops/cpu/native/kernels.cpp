@@ -238,7 +238,7 @@ void begin(const Plan& plan, Index tokens, int threads, bool project, const S* s
 
 // What a token's streams get through x and through mixing: dH[n] = pre[n] dx + sum_m res[m, n] G[m].
 template <class S, class R>
-void pull_mixed(const Index n, const Index dim, const S* grad, const S* d_x, const R* weights, R* out) {
+void vjp_mixed(const Index n, const Index dim, const S* grad, const S* d_x, const R* weights, R* out) {
     spans(n, dim, [&](Index begin, Index end) {
         by_four(n, [&](Index k, auto num_k) {
             features<R>(begin, end, [&](Index d, auto kind, auto num) {
@@ -262,7 +262,7 @@ void pull_mixed(const Index n, const Index dim, const S* grad, const S* d_x, con
 // meanwhile the next block is fetched, what comes after `streams` and what comes after `grad`. Both sums are taken at
 // once where there are registers for it.
 template <class S, class R>
-void pull_routed(const Tiles tiles, const Index count, const S* streams, const S* grad, const R* mixed, const R* own,
+void vjp_routed(const Tiles tiles, const Index count, const S* streams, const S* grad, const R* mixed, const R* own,
                  const R* slopes, const R* packed, R* sums, S* out) {
     const Index n = tiles.streams, dim = tiles.dim, rows = tiles.rows, width = n * dim;
     constexpr int LINES = 4 * Tiles::SIZE / (2 * LANES);
@@ -356,7 +356,7 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
     over(chunks, threads, [&] {
         return [&, mixer = make_mixer<R>(plan), routing = Routing<R>(sizes), d_maps = std::vector<Pack<R>>(sizes.maps),
                 d_biases = std::vector<Pack<R>>(sizes.biases), d_pre = std::vector<R>(LANES * n),
-                pull = after ? after() : nullptr,
+                earlier = after ? after() : nullptr,
                 // Half precision is rounded once, at the end.
                 wide = std::vector<R>(std::is_same_v<S, R> ? 0 : LANES * sizes.width)](Index c) mutable {
             using V = Pack<R>;
@@ -378,7 +378,7 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
                 for (Index t = 0; t < count; ++t) {
                     const S* x = d_x ? d_x + (first + t) * dim : nullptr;
                     if (x) dots(h + t * sizes.width, n, dim, x, 1, dim, dim, &d_pre[t * n], 1);
-                    pull_mixed(n, dim, grad ? grad + (first + t) * sizes.width : nullptr, x, mine + t * sizes.weights,
+                    vjp_mixed(n, dim, grad ? grad + (first + t) * sizes.width : nullptr, x, mine + t * sizes.weights,
                                mixed + t * sizes.width);
                 }
 
@@ -437,10 +437,10 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
                 R factors[LANES];
                 for (int t = 0; t < LANES; ++t) factors[t] = own[t];
                 const R* slopes = reinterpret_cast<const R*>(routing.d_z.data());
-                pull_routed(tiles, count, h, grad ? grad + first * sizes.width : h, mixed, factors, slopes,
+                vjp_routed(tiles, count, h, grad ? grad + first * sizes.width : h, mixed, factors, slopes,
                             packed.get(), sum_in, d_streams + first * sizes.width);
-                if (pull)
-                    for (Index t = 0; t < count; ++t) pull(first + t);
+                if (earlier)
+                    for (Index t = 0; t < count; ++t) earlier(first + t);
             }
             R* rest = sum_in + num_in;
             for (Index e = 0; e < sizes.maps; ++e) *rest++ = total(d_maps[e]);

@@ -154,7 +154,7 @@ def load_slope(d_in, r, n, here, d, known, D, HEAD: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def pull_gain(
+def vjp_gain(
     head, d_in, total, n, here, d, known, D, HEAD: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Adds one head's contribution to the gradient of the gain."""
@@ -169,7 +169,7 @@ def pull_gain(
 
 
 @triton.jit
-def pull_weights(
+def vjp_weights(
     head, gains, d_in, parts, r, n, here, d, known, D,
     HEAD: tl.constexpr, GAIN: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +185,7 @@ def pull_weights(
 
 
 @triton.jit
-def pull_line(
+def vjp_line(
     head, gains, d_in, d_line, k, n, here, d, known, D,
     HEAD: tl.constexpr, GAIN: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -230,9 +230,9 @@ def fold_backward(
     task = tl.program_id(1)
     if task == 0:
         total = tl.zeros((NP, BD), WIDE)
-        total = pull_gain(pre, d_in, total, n, here, d, known, D, PRE, N, WIDE)
-        total = pull_gain(res, d_in, total, n, here, d, known, D, RES, N, WIDE)
-        total = pull_gain(post, d_in, total, n, here, d, known, D, POST, N, WIDE)
+        total = vjp_gain(pre, d_in, total, n, here, d, known, D, PRE, N, WIDE)
+        total = vjp_gain(res, d_in, total, n, here, d, known, D, RES, N, WIDE)
+        total = vjp_gain(post, d_in, total, n, here, d, known, D, POST, N, WIDE)
         first, second = gains
         d_first, d_second = d_gains
         if GAIN == 0:
@@ -247,24 +247,24 @@ def fold_backward(
     elif task <= R:
         r = task - 1
         if r < RES[5]:
-            pull_weights(pre, gains, d_in, parts, r, n, here, d, known, D, PRE, GAIN, N, WIDE)
+            vjp_weights(pre, gains, d_in, parts, r, n, here, d, known, D, PRE, GAIN, N, WIDE)
         elif r < POST[5]:
-            pull_weights(res, gains, d_in, parts, r - RES[5], n, here, d, known, D, RES, GAIN, N, WIDE)
+            vjp_weights(res, gains, d_in, parts, r - RES[5], n, here, d, known, D, RES, GAIN, N, WIDE)
         else:
-            pull_weights(post, gains, d_in, parts, r - POST[5], n, here, d, known, D, POST, GAIN, N, WIDE)
+            vjp_weights(post, gains, d_in, parts, r - POST[5], n, here, d, known, D, POST, GAIN, N, WIDE)
     else:
         k = task - 1 - R
         if k < LINES[0]:
-            pull_line(pre, gains, d_in, d_pre, k, n, here, d, known, D, PRE, GAIN, N, WIDE, BD)
+            vjp_line(pre, gains, d_in, d_pre, k, n, here, d, known, D, PRE, GAIN, N, WIDE, BD)
         elif k < LINES[0] + LINES[1]:
-            pull_line(res, gains, d_in, d_res, k - LINES[0], n, here, d, known, D, RES, GAIN, N, WIDE, BD)
+            vjp_line(res, gains, d_in, d_res, k - LINES[0], n, here, d, known, D, RES, GAIN, N, WIDE, BD)
         else:
             k -= LINES[0] + LINES[1]
-            pull_line(post, gains, d_in, d_post, k, n, here, d, known, D, POST, GAIN, N, WIDE, BD)
+            vjp_line(post, gains, d_in, d_post, k, n, here, d, known, D, POST, GAIN, N, WIDE, BD)
 
 
 @triton.jit
-def pull_left(head, sums, d_left, n, here, HEAD: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr):
+def vjp_left(head, sums, d_left, n, here, HEAD: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr):
     """The gradient of the streams' factor from that of the weights."""
     left, core, line, x1, x2, gate, bias = head
     if HEAD[0] == CP:
@@ -291,7 +291,7 @@ def pull_left(head, sums, d_left, n, here, HEAD: tl.constexpr, N: tl.constexpr, 
 
 
 @triton.jit
-def pull_core(head, sums, d_core, n, here, HEAD: tl.constexpr, N: tl.constexpr):
+def vjp_core(head, sums, d_core, n, here, HEAD: tl.constexpr, N: tl.constexpr):
     """The gradient of Tucker's core from that of the weights."""
     left, core, line, x1, x2, gate, bias = head
     if HEAD[0] == TUCKER:
@@ -307,7 +307,7 @@ def pull_core(head, sums, d_core, n, here, HEAD: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def pull_out(head, sums, d_out, slopes, HEAD: tl.constexpr, WIDE: tl.constexpr):
+def vjp_out(head, sums, d_out, slopes, HEAD: tl.constexpr, WIDE: tl.constexpr):
     """The gradients of the factors of the output modes, and of the gate."""
     left, core, line, x1, x2, gate, bias = head
     d_left, d_core, d_line, d_x1, d_x2, d_gate, d_bias = slopes
@@ -387,7 +387,7 @@ def pull_out(head, sums, d_out, slopes, HEAD: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def pull_bias(slopes, d_biases, HEAD: tl.constexpr):
+def vjp_bias(slopes, d_biases, HEAD: tl.constexpr):
     """A head's share of the gradient of all biases."""
     d_left, d_core, d_line, d_x1, d_x2, d_gate, d_bias = slopes
     o = tl.arange(0, HEAD[13] * HEAD[14])
@@ -396,20 +396,20 @@ def pull_bias(slopes, d_biases, HEAD: tl.constexpr):
 
 
 @triton.jit
-def pull_small(
+def vjp_small(
     head, slopes, sums, d_out, d_biases, task, n, here,
     HEAD: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One of the four remaining parts of a head's gradients."""
     d_left, d_core, d_line, d_x1, d_x2, d_gate, d_bias = slopes
     if task == 0:
-        pull_left(head, sums, d_left, n, here, HEAD, N, NP, WIDE)
+        vjp_left(head, sums, d_left, n, here, HEAD, N, NP, WIDE)
     elif task == 1:
-        pull_core(head, sums, d_core, n, here, HEAD, N)
+        vjp_core(head, sums, d_core, n, here, HEAD, N)
     elif task == 2:
-        pull_out(head, sums, d_out, slopes, HEAD, WIDE)
+        vjp_out(head, sums, d_out, slopes, HEAD, WIDE)
     else:
-        pull_bias(slopes, d_biases, HEAD)
+        vjp_bias(slopes, d_biases, HEAD)
 
 
 @triton.jit
@@ -423,12 +423,12 @@ def fold_small_backward(
     here = n < N
     task = tl.program_id(1)
     if tl.program_id(0) == 0:
-        pull_small(pre, d_pre, sums, d_out, d_biases, task, n, here, PRE, N, NP, WIDE)
+        vjp_small(pre, d_pre, sums, d_out, d_biases, task, n, here, PRE, N, NP, WIDE)
         if GAIN == 1:
             d_first, d_second = d_gains
             mine = here & (task == 3)
             tl.store(d_first + n, tl.load(sums + n, mask=mine, other=0.0), mask=mine)
     elif tl.program_id(0) == 1:
-        pull_small(res, d_res, sums, d_out, d_biases, task, n, here, RES, N, NP, WIDE)
+        vjp_small(res, d_res, sums, d_out, d_biases, task, n, here, RES, N, NP, WIDE)
     else:
-        pull_small(post, d_post, sums, d_out, d_biases, task, n, here, POST, N, NP, WIDE)
+        vjp_small(post, d_post, sums, d_out, d_biases, task, n, here, POST, N, NP, WIDE)

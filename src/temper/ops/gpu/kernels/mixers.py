@@ -1,7 +1,7 @@
 """From logits to res and back, for a block of tokens: one pair of functions for every kind of mixer.
 
     solve(x, table, N, NP, SETTINGS) -> res (BT, NP, NP)
-    pull(x, res, grad, table, N, NP, SETTINGS) -> the gradient of the logits (BT, LP)
+    vjp(x, res, grad, table, N, NP, SETTINGS) -> the gradient of the logits (BT, LP)
 
 `x` holds the logits (BT, LP). NP is the next power of two from N; a matrix of logits is padded to NP x NP, and the
 streams that are not there form an identity block, which every mixer leaves alone. LP is the number of logits, padded to
@@ -40,7 +40,7 @@ def solve_copy(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constex
 
 
 @triton.jit
-def pull_copy(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
+def vjp_copy(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     return tl.reshape(grad, (grad.shape[0], NP * NP))
 
 
@@ -51,7 +51,7 @@ def solve_identity(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.con
 
 
 @triton.jit
-def pull_identity(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
+def vjp_identity(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     return tl.zeros_like(x)
 
 
@@ -114,7 +114,7 @@ def solve_sinkhorn(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.con
 
 
 @triton.jit
-def pull_rounds(p, carry, grad, skipped, COUNT: tl.constexpr, is_last, SETTINGS: tl.constexpr):
+def vjp_rounds(p, carry, grad, skipped, COUNT: tl.constexpr, is_last, SETTINGS: tl.constexpr):
     """Back through COUNT rounds after the first `skipped`: they run again, and then in reverse.
 
     `carry` is P times the gradient of P. A normalisation takes P times the sum of the carry from it, and P before it
@@ -146,7 +146,7 @@ def pull_rounds(p, carry, grad, skipped, COUNT: tl.constexpr, is_last, SETTINGS:
 
 
 @triton.jit
-def pull_sinkhorn(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
+def vjp_sinkhorn(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     """Recomputes every group of rounds from the start, so memory does not grow with the number of rounds."""
     LAST: tl.constexpr = SETTINGS[1]
     FIRST: tl.constexpr = 3 - LAST
@@ -159,9 +159,9 @@ def pull_sinkhorn(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTIN
     start, raised, once = first_round(x, N, NP, SETTINGS)
     carry = once * grad
     for i in range(GROUPS):
-        carry = pull_rounds(once, carry, grad, REST + (GROUPS - 1 - i) * GROUP, GROUP, i == 0, SETTINGS)
+        carry = vjp_rounds(once, carry, grad, REST + (GROUPS - 1 - i) * GROUP, GROUP, i == 0, SETTINGS)
     if REST > 0:
-        carry = pull_rounds(once, carry, grad, 0, REST, GROUPS == 0, SETTINGS)
+        carry = vjp_rounds(once, carry, grad, 0, REST, GROUPS == 0, SETTINGS)
     carry -= once * tl.sum(carry, LAST, keep_dims=True)
     if SETTINGS[3] > 0:
         carry = tl.where(raised > 0, carry * start / tl.where(raised > 0, raised, 1.0), 0.0)
@@ -264,7 +264,7 @@ def solve_newton(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.const
 
 
 @triton.jit
-def pull_newton(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
+def vjp_newton(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     """The gradient of the limit, by the implicit function theorem."""
     LAST: tl.constexpr = SETTINGS[1]
     p = turn(res, LAST)
@@ -273,8 +273,8 @@ def pull_newton(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS
     left = tl.sum(part, 2, keep_dims=True)
     step = solve_laplacian(gram(p, NP), tl.sum(p * left, 1) - tl.sum(part, 1), NP)
     level = left + tl.sum(p * step[:, None, :], 2, keep_dims=True)
-    pulled = turn(p * (grad - level + step[:, None, :]), LAST)
-    return tl.reshape(pulled, (pulled.shape[0], NP * NP))
+    gradient = turn(p * (grad - level + step[:, None, :]), LAST)
+    return tl.reshape(gradient, (gradient.shape[0], NP * NP))
 
 
 @triton.jit
@@ -327,12 +327,12 @@ def solve_permutations(x, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl
 
 
 @triton.jit
-def pull_permutations(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
+def vjp_permutations(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SETTINGS: tl.constexpr):
     FACTORS: tl.constexpr = SETTINGS[4]
     spreads = ()
     for k in tl.static_range(0, len(FACTORS), 4):
         spreads = spreads + (spread_mixture(x, table, FACTORS[k], FACTORS[k + 1], FACTORS[k + 2], FACTORS[k + 3], NP),)
-    pulled = tl.zeros_like(x)
+    gradient = tl.zeros_like(x)
     for k in tl.static_range(0, len(FACTORS), 4):
         slope = grad
         for other in tl.static_range(0, len(FACTORS), 4):
@@ -345,16 +345,16 @@ def pull_permutations(x, res, grad, table, N: tl.constexpr, NP: tl.constexpr, SE
             for j in range(FACTORS[k]):
                 entry = tl.sum(tl.sum(tl.where(is_entry(i, j, FACTORS[k], FACTORS[k + 3], NP), slope, 0.0), 2), 1)
                 up += tl.where(to == j, entry[:, None], 0.0)
-        pulled += weights * (up - tl.sum(weights * up, 1, keep_dims=True))
-    return pulled
+        gradient += weights * (up - tl.sum(weights * up, 1, keep_dims=True))
+    return gradient
 
 
 # By the kinds of mixers, as `temper.ops.plan.MixerSpec` names them.
 MIXERS = {
-    "copy": (solve_copy, pull_copy),
-    "identity": (solve_identity, pull_identity),
-    "sinkhorn": (solve_sinkhorn, pull_sinkhorn),
-    "guarded": (solve_sinkhorn, pull_sinkhorn),
-    "newton": (solve_newton, pull_newton),
-    "permutations": (solve_permutations, pull_permutations),
+    "copy": (solve_copy, vjp_copy),
+    "identity": (solve_identity, vjp_identity),
+    "sinkhorn": (solve_sinkhorn, vjp_sinkhorn),
+    "guarded": (solve_sinkhorn, vjp_sinkhorn),
+    "newton": (solve_newton, vjp_newton),
+    "permutations": (solve_permutations, vjp_permutations),
 }

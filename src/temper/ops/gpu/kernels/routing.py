@@ -78,7 +78,7 @@ def head_logits(rows, out, bias, place, known, HEAD: tl.constexpr, RP: tl.conste
 
 
 @triton.jit
-def pull_head(d_logits, out, place, known, HEAD: tl.constexpr, RP: tl.constexpr):
+def vjp_head(d_logits, out, place, known, HEAD: tl.constexpr, RP: tl.constexpr):
     """The gradient of normed rows from that of the logits."""
     if HEAD[5]:
         rows = d_logits
@@ -162,7 +162,7 @@ def route_backward(
     d_weights, d_pre, weights, z, norms, out, bias, table, d_logits, d_z, own, T, R,
     HAS_WEIGHTS: tl.constexpr, HAS_X: tl.constexpr, PRE_EPS: tl.constexpr,
     PRE: tl.constexpr, RES: tl.constexpr, POST: tl.constexpr, RP: tl.constexpr,
-    PULL: tl.constexpr, MIXER: tl.constexpr, SETTINGS: tl.constexpr,
+    VJP: tl.constexpr, MIXER: tl.constexpr, SETTINGS: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the logits and of z, and the factor of the streams in their own gradient."""
@@ -188,7 +188,7 @@ def route_backward(
     grad = tl.where(some, grad * gate * (1.0 - gate), 0.0)
     tl.store(d_logits + t[:, None] * L + n[None, :], grad, mask=some)
     rows = bottleneck(z, z, n, here, t, keep, T, 1, R, PRE, RP[0], False, WIDE)
-    d_rows = pull_head(grad, out, n, here, PRE, RP[0])
+    d_rows = vjp_head(grad, out, n, here, PRE, RP[0])
     store_rows(d_z, d_rows * scale, n, here, t, keep, R, PRE, RP[0])
     total = tl.sum(d_rows * rows, 1)
     # post
@@ -199,7 +199,7 @@ def route_backward(
     grad = grad * gate * (1.0 - 0.5 * gate)
     tl.store(d_logits + t[:, None] * L + N + MIXER[0] + n[None, :], grad, mask=some)
     rows = bottleneck(z, z, n, here, t, keep, T, 1, R, POST, RP[2], False, WIDE)
-    d_rows = pull_head(grad, out, n, here, POST, RP[2])
+    d_rows = vjp_head(grad, out, n, here, POST, RP[2])
     store_rows(d_z, d_rows * scale, n, here, t, keep, R, POST, RP[2])
     total += tl.sum(d_rows * rows, 1)
     # res
@@ -211,9 +211,9 @@ def route_backward(
     grad = tl.zeros((BT, NP, NP), WIDE)
     if HAS_WEIGHTS:
         grad += tl.load(d_weights + entry, mask=fits, other=0.0)
-    grad = PULL(logits, res, grad, table, N, NP, SETTINGS)
+    grad = VJP(logits, res, grad, table, N, NP, SETTINGS)
     tl.store(d_logits + t[:, None] * L + N + place[None, :], grad, mask=keep[:, None] & known[None, :])
-    d_rows = pull_head(grad, out, place, known, RES, RP[1])
+    d_rows = vjp_head(grad, out, place, known, RES, RP[1])
     store_rows(d_z, d_rows * scale, place, known, t, keep, R, RES, RP[1])
     total += tl.sum(d_rows * rows, 1)
     tl.store(own + t, total * slope, mask=keep)
@@ -302,7 +302,7 @@ def mix(
 @triton.jit(do_not_specialize=["T"])
 def mix_backward(
     logits, table, res, grad, d_logits, T,
-    PULL: tl.constexpr, MIXER: tl.constexpr, SETTINGS: tl.constexpr,
+    VJP: tl.constexpr, MIXER: tl.constexpr, SETTINGS: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a mixer's logits."""
@@ -315,5 +315,5 @@ def mix_backward(
     entry, there = res_entries(t, keep, N, NP, N * N, 0)
     p = tl.load(res + entry, mask=there, other=0.0).to(WIDE)
     slope = tl.load(grad + entry, mask=there, other=0.0).to(WIDE)
-    pulled = PULL(x, p, slope, table, N, NP, SETTINGS).to(d_logits.dtype.element_ty)
-    tl.store(d_logits + t[:, None] * MIXER[0] + place[None, :], pulled, mask=fits)
+    gradient = VJP(x, p, slope, table, N, NP, SETTINGS).to(d_logits.dtype.element_ty)
+    tl.store(d_logits + t[:, None] * MIXER[0] + place[None, :], gradient, mask=fits)
