@@ -335,9 +335,8 @@ VALUES |= {
     "--recipe": ("{root}", "{root}/tiny.toml", "/dev/null", "/dev/zero", "/proc/self/mem", "../x", "\n", "n" * 5000),
 }
 # What runs a program that it names, starts a thread for each number, or compiles for a minute.
-SLOW = {"--launch", "--train.threads", "--train.compile", "--core", "--help"}
 # With --no-count `bench` measures, which takes minutes.
-SLOW |= {"--count", "--no-count"}
+SLOW = {"--launch", "--train.threads", "--train.compile", "--core", "--help", "--count", "--no-count"}
 
 
 def case_of(base: Path, seed: int, number: int) -> Case:

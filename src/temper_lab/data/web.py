@@ -187,7 +187,9 @@ class _Watch:
                 self._ended.wait(0.1)
 
 
-class _Plain(http.client.HTTPConnection):
+class _Watched(http.client.HTTPConnection):
+    """A connection that a watch can end."""
+
     def __init__(self, watch: _Watch, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._watch = watch
@@ -197,20 +199,14 @@ class _Plain(http.client.HTTPConnection):
         self._watch.hold(self.sock)
 
 
-class _Secure(http.client.HTTPSConnection):
-    def __init__(self, watch: _Watch, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._watch = watch
-
-    def connect(self) -> None:
-        super().connect()
-        self._watch.hold(self.sock)
+class _WatchedTls(_Watched, http.client.HTTPSConnection):
+    """The same over TLS."""
 
 
 class _Http(urllib.request.HTTPHandler):
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
-        self._connect = partial(_Plain, watch)
+        self._connect = partial(_Watched, watch)
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(self._connect, req)
@@ -219,7 +215,7 @@ class _Http(urllib.request.HTTPHandler):
 class _Https(urllib.request.HTTPSHandler):
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
-        self._connect = partial(_Secure, watch)
+        self._connect = partial(_WatchedTls, watch)
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(self._connect, req, context=ssl.create_default_context())
