@@ -147,6 +147,9 @@ MakePerToken finisher(const Sizes& sizes, const S* streams, const Y* y, const R*
             const R *res = weights + t * sizes.weights + n, *post = res + n * n;
             const Y* branch = y + t * dim;
             S* target = in_place ? buffer.data() : next + t * sizes.width;
+            // The next token, which otherwise would be waited for.
+            fetch(h + sizes.width, sizes.width), fetch(branch + dim, dim);
+            if (!in_place) fetch_to_write(target + sizes.width, sizes.width);
             spans(n, dim, [&](Index begin, Index end) {
                 by_four(n, [&](Index m, auto num_m) {
                     features<R>(begin, end, [&](Index d, auto kind, auto num) {
@@ -181,6 +184,7 @@ MakePerToken finish_puller(const Sizes& sizes, const S* grad, const S* streams, 
             const Index pieces = dots_of(n, n, dim), bytes = sizes.width * sizeof(S);
             dots(g, n, dim, h, n, dim, dim, d_res, n, Ahead(g + sizes.width, bytes, pieces),
                  Ahead(h + sizes.width, bytes, pieces));
+            fetch(y + (t + 1) * dim, dim), fetch_to_write(d_y + (t + 1) * dim, dim);
             dots(g, n, dim, y + t * dim, 1, dim, dim, d_post, 1);
             combine(weights + t * sizes.weights + n + n * n, g, n, dim, d_y + t * dim);
         };
@@ -377,6 +381,8 @@ void begin_backward(const Plan& plan, Index tokens, int threads, bool project, c
                     mixed = wide.data();
                 for (Index t = 0; t < count; ++t) {
                     const S* x = d_x ? d_x + (first + t) * dim : nullptr;
+                    if (x) fetch(x + dim, dim);
+                    fetch_to_write(mixed + (t + 1) * sizes.width, sizes.width);
                     if (x) dots(h + t * sizes.width, n, dim, x, 1, dim, dim, &d_pre[t * n], 1);
                     vjp_mixed(n, dim, grad ? grad + (first + t) * sizes.width : nullptr, x, mine + t * sizes.weights,
                                mixed + t * sizes.width);

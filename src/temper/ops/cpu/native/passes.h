@@ -29,13 +29,18 @@ inline void by_four(Index count, F&& f) {
     if (k < count) f(k, Const<1>{});
 }
 
-// The same, three, two or one at a time: four by three sums fill the registers.
-template <class F>
-inline void by_three(Index count, F&& f) {
+// The same, three, two or one at a time: four by three sums fill the registers. With many of them, four by six do.
+template <bool many, class F>
+inline void by_most(Index count, F&& f) {
     Index k = 0;
-    for (; k + 3 <= count; k += 3) f(k, Const<3>{});
-    if (k + 2 == count) f(k, Const<2>{});
-    if (k + 1 == count) f(k, Const<1>{});
+    if constexpr (many) {
+        // Eight are four and four.
+        for (; count - k >= 6 && count - k != 8; k += 6) f(k, Const<6>{});
+        for (; count - k >= 4; k += 4) f(k, Const<4>{});
+    }
+    for (; count - k >= 3; k += 3) f(k, Const<3>{});
+    if (count - k == 2) f(k, Const<2>{});
+    if (count - k == 1) f(k, Const<1>{});
 }
 
 // f(feature, vector, how many vectors) over a range of features: the widest vectors, then packs, then single numbers.
@@ -58,6 +63,22 @@ template <class F>
 inline void spans(Index rows, Index dim, F&& f) {
     const Index span = std::max<Index>(64, 4096 / rows / 64 * 64);
     for (Index begin = 0; begin < dim; begin += span) f(begin, std::min(dim, begin + span));
+}
+
+// Fetches a row that is wanted soon, to read it or to write it, unless it would fill the first cache. Streams come from
+// memory, and what a CPU fetches by itself comes too late.
+constexpr Index LINE = 64, LONGEST = 32 * 1024;
+template <class T>
+inline void fetch(const T* row, Index length) {
+    const Index bytes = length * sizeof(T);
+    for (Index b = 0; b < bytes && bytes <= LONGEST; b += LINE)
+        __builtin_prefetch(reinterpret_cast<const char*>(row) + b);
+}
+template <class T>
+inline void fetch_to_write(const T* row, Index length) {
+    const Index bytes = length * sizeof(T);
+    for (Index b = 0; b < bytes && bytes <= LONGEST; b += LINE)
+        __builtin_prefetch(reinterpret_cast<const char*>(row) + b, 1);
 }
 
 // Fetches `bytes` from `from` on, which are wanted soon, in as many steps as `go` will be called.
@@ -85,29 +106,39 @@ template <class A, class B, class R, class F = Nothing>
 inline void dots(const A* left, Index num_left, Index left_stride, const B* right, Index num_right, Index right_stride,
                  Index length, R* sums, Index stride, F next_left = {}, F next_right = {}) {
     constexpr int WIDE = Width<Wide<R>>::value;
+    // Fetching takes its time: more passes leave more of it.
+    constexpr bool many = MANY_REGISTERS && std::is_same_v<F, Nothing>;
     for (Index begin = 0; begin < length; begin += SPAN) {
-        Index end = std::min(length, begin + SPAN), whole = begin + (end - begin) / WIDE * WIDE;
-        by_three(num_right, [&](Index b, auto num_b) {
+        const Index end = std::min(length, begin + SPAN);
+        by_most<many>(num_right, [&](Index b, auto num_b) {
             by_four(num_left, [&](Index a, auto num_a) {
-                constexpr int NA = num_a, NB = num_b;
+                // A few sums would keep waiting for themselves, so each is taken in parts.
+                constexpr int NA = num_a, NB = num_b, PARTS = NB > 1 ? 1 : MANY_REGISTERS ? 4 : 2;
                 const A* lines = left + a * left_stride;
                 const B* rows = right + b * right_stride;
-                Wide<R> sum[NA][NB] = {};
-#pragma GCC unroll 2
-                for (Index d = begin; d < whole; d += WIDE) {
+                Wide<R> sum[PARTS][NA][NB] = {};
+                auto add = [&](Index d, auto part) {
                     next_left.go(WIDE / LANES), next_right.go(WIDE / LANES);
                     Wide<R> row[NB];
                     times<NB>([&](auto j) { row[j] = load<Wide<R>>(rows + j * right_stride + d); });
                     times<NA>([&](auto i) {
                         Wide<R> line = load<Wide<R>>(lines + i * left_stride + d);
-                        times<NB>([&](auto j) { sum[i][j] += line * row[j]; });
+                        times<NB>([&](auto j) { sum[part][i][j] += line * row[j]; });
                     });
-                }
+                };
+                Index d = begin;
+#pragma GCC unroll 2
+                for (; d + PARTS * WIDE <= end; d += PARTS * WIDE)
+                    times<PARTS>([&](auto part) { add(d + part * WIDE, part); });
+                if constexpr (PARTS > 1)
+                    for (; d + WIDE <= end; d += WIDE) add(d, Const<0>{});
                 for (int i = 0; i < NA; ++i)
                     for (int j = 0; j < NB; ++j) {
-                        R rest = total(sum[i][j]);
-                        for (Index d = whole; d < end; ++d)
-                            rest += load<R>(lines + i * left_stride + d) * load<R>(rows + j * right_stride + d);
+                        Wide<R> all = sum[0][i][j];
+                        for (int part = 1; part < PARTS; ++part) all += sum[part][i][j];
+                        R rest = total(all);
+                        for (Index k = d; k < end; ++k)
+                            rest += load<R>(lines + i * left_stride + k) * load<R>(rows + j * right_stride + k);
                         sums[(a + i) * stride + b + j] += rest;
                     }
             });
@@ -117,16 +148,18 @@ inline void dots(const A* left, Index num_left, Index left_stride, const B* righ
 
 template <class S, class R>
 inline R squares(const S* row, Index length) {
+    constexpr int WIDE = Width<Wide<R>>::value, PARTS = 4;
     R result{};
     for (Index begin = 0; begin < length; begin += SPAN) {
         Index end = std::min(length, begin + SPAN), d = begin;
-        Pack<R> sum[2] = {};
-        for (; d + 2 * LANES <= end; d += 2 * LANES)
-            for (int u = 0; u < 2; ++u) {
-                Pack<R> v = load<Pack<R>>(row + d + u * LANES);
-                sum[u] += v * v;
-            }
-        R rest = total(sum[0] + sum[1]);
+        Wide<R> sum[PARTS] = {};
+        auto add = [&](Index from, auto part) {
+            Wide<R> v = load<Wide<R>>(row + from);
+            sum[part] += v * v;
+        };
+        for (; d + PARTS * WIDE <= end; d += PARTS * WIDE) times<PARTS>([&](auto part) { add(d + part * WIDE, part); });
+        for (; d + WIDE <= end; d += WIDE) add(d, Const<0>{});
+        R rest = total((sum[0] + sum[1]) + (sum[2] + sum[3]));
         for (; d < end; ++d) rest += load<R>(row + d) * load<R>(row + d);
         result += rest;
     }
