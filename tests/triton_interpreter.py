@@ -134,15 +134,20 @@ def guard_everything(at_end):
     check.random_case = lambda *args: {name: guarded(value, at_end) for name, value in made(*args).items()}
 
 
-def run_site(n, mixer, dtype, generator="cp", dim=40, tokens=19, guard=None, twice=False, seed=0, **config):
+def run_site(n, mixer, dtype, generator="cp", dim=40, tokens=19, guard=None, twice=False, **config):
     """Every operation, unchained and chained; with `twice`, also whether bits are the same and tokens independent."""
     dtype = getattr(torch, dtype)
     if guard is not None:
         guard_everything(guard == "end")
     site = cases.make(mixer, n, dim, 1, generator=generator, dtype=dtype, **config)
-    case = check.random_case(site.spec, dtype, HERE, tokens, seed)
+    case = check.random_case(site.spec, dtype, HERE, tokens)
     got = check.results(case, site.spec)
-    errors = check.worst(got, check.definition(case, site.spec, site.mixer))
+    want = check.definition(case, site.spec, site.mixer)
+    errors = check.worst(got, want)
+    if dtype == torch.float32:
+        # Beyond those of plain torch in float32: where a sum cancels, they alone are more than 1e-6 of the largest entry.
+        plain = check.worst(check.definition(case, site.spec, site.mixer, dtype), want)
+        errors = {name: max(0.0, error - plain[name]) for name, error in errors.items()}
     if twice:
         again = check.results(case, site.spec)
         errors["other bits"] = float(sum(not torch.equal(got[name], again[name]) for name in got))

@@ -157,10 +157,12 @@ def results(case: dict[str, Tensor], spec: SiteSpec) -> dict[str, Tensor]:
     return made | dict(zip(("chained d_in_map", "chained d_out", "chained d_bias"), slopes[1][:3], strict=True))
 
 
-def definition(case: dict[str, Tensor], spec: SiteSpec, mixer: Mixer) -> dict[str, Tensor]:
-    """The same from `naive` in float64, differentiated by autograd."""
+def definition(
+    case: dict[str, Tensor], spec: SiteSpec, mixer: Mixer, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    """The same from `naive` in float64 or another dtype, differentiated by autograd."""
     stored = case["streams"].dtype
-    wide = {name: tensor.double() for name, tensor in case.items()}
+    wide = {name: tensor.detach().to(dtype) for name, tensor in case.items()}
     with torch.enable_grad():
         leaves = {name: wide[name].requires_grad_() for name in ("streams", "y", "in_map", "out", "bias")}
         streams, y = leaves["streams"], leaves["y"]
@@ -172,14 +174,14 @@ def definition(case: dict[str, Tensor], spec: SiteSpec, mixer: Mixer) -> dict[st
         )
         made = {"x": x, "weights": weights, "next": following}
         made |= {f"d_{name}": slope for name, slope in zip(leaves, slopes, strict=True)}
-        later = following.detach().to(stored).double().requires_grad_()
+        later = following.detach().to(stored).to(dtype).requires_grad_()
         next_x, next_weights = naive.begin(later, folded, spec, mixer)
         mixed = spec.split(next_weights.detach()).res @ later
         pairs = ((mixed, wide["grad"]), (next_x, wide["d_x"]), (next_weights, wide["d_weights"]))
         d_next, *d_folded = _gradients(pairs, (later, *folded[:3]))
         fixed = weights.detach().requires_grad_()
         earlier = naive.finish(streams, y, fixed, spec)
-        d_y, d_weights = _gradients(((earlier, d_next.to(stored).double()),), (y, fixed))
+        d_y, d_weights = _gradients(((earlier, d_next.to(stored).to(dtype)),), (y, fixed))
     made |= {"chained next": following, "chained x": next_x, "chained weights": next_weights}
     made |= {"chained d_next": d_next, "chained d_y": d_y, "chained d_weights": d_weights}
     made |= dict(zip(("chained d_in_map", "chained d_out", "chained d_bias"), d_folded, strict=True))
