@@ -66,7 +66,7 @@ def _open_corpus(path: Path, corpus: str | None) -> Corpus:
         return open_corpus(corpus)
     recipe = recipe_of(path)
     try:
-        return open_corpus("sotu") if recipe is None else corpus_of(recipe)
+        return open_corpus("sotu") if recipe is None else corpus_of(recipe.data)
     # The corpus of a run from another machine may be missing.
     except (ValueError, OSError):
         return open_corpus("sotu")

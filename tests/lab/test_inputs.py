@@ -259,9 +259,18 @@ def test_a_zip_whose_streams_are_damaged(finished, tmp_path, refused):
     assert "not a zip that can be unpacked" in refused("eval", "core", "--model", finished, "--bundle", path)
 
 
-def test_a_dry_run_finds_what_the_run_would_refuse(tiny, tmp_path, refused):
+def test_a_dry_run_finds_what_the_run_would_refuse(tiny, tmp_path, refused, capsys):
     words = ("train", "--recipe", tiny, "--dry-run")
     assert "nowhere" in refused(*words, "--data.corpus", tmp_path / "nowhere")
+    # A corpus that can be downloaded need not be there; the plan says how it gets there.
+    for name, what in (("books", "books"), ("climbmix", "--shards K")):
+        assert main([*map(str, words), "--data.corpus", str(tmp_path / name)]) == 0
+        assert f"temper data download {what} --folder {tmp_path / name}" in capsys.readouterr().out
+    # A dry run cuts and splits the corpus as the run will.
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one text")
+    assert "one document" in refused(*words, "--data.corpus", folder, "--data.max-chars", 0)
     assert "the device is 'x'" in refused(*words, "--train.device", "x")
     assert "no tokenizer there" in refused(*words, "--tokenizer.path", tmp_path / "none")
     for option, value in (("depth", 10**9), ("num-streams", 2**31)):

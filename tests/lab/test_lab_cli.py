@@ -14,6 +14,8 @@ import pytest
 import temper
 from temper_lab.cli import BUILDERS, COMMANDS, _call, completion, function_of, main
 from temper_lab.cli.options import usage
+from temper_lab.data import loader, open_corpus
+from temper_lab.data.reader import Reader
 from temper_lab.recipe import load
 from temper_lab.train.run_dir import RunFolder
 
@@ -267,6 +269,28 @@ def test_data(corpus_folder, tmp_path, capsys):
     ):
         assert main(["data", *words]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_the_loader_of_a_recipe_is_measured(tiny, corpus_folder, tmp_path, capsys, monkeypatch):
+    path, made = tmp_path / "whole.toml", []
+    data = "cut_long = false\nmax_chars = 0\nin_memory_mb = 0\nshuffle_mb = 3\nnum_shards = 2"
+    path.write_text(f'base = "{tiny}"\n[data]\n{data}\n[train]\nseed = 5\n')
+    monkeypatch.setattr(loader, "Reader", lambda *given, **options: made.append(options) or Reader(*given, **options))
+    words = ["data", "info", "--recipe", str(path), "--batches", "2", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fingerprint"] == open_corpus(corpus_folder, val_fraction=0.1, max_chars=None).fingerprint
+    sizes = {"in_memory_bytes": 0, "shuffle_bytes": 3e6}
+    assert made == [{"rank": 0, "world": 2, "seed": 5, "max_ids": None, **sizes}]
+    mixing = found["mixing"]
+    assert (mixing["rows"], mixing["context"], mixing["cut_long"]) == (4, 32, False)
+    # Every document is one piece, so that 36 of them are equally likely.
+    assert mixing["documents"] >= 4
+    assert mixing["independent"] == pytest.approx(36 * (1 - (35 / 36) ** mixing["documents"]), rel=0.01)
+    # Other options replace the recipe's.
+    assert main([*words, "--shuffle-mb", "7", "--context", "16", "--rows", "2"]) == 0
+    assert made[1] == made[0] | {"shuffle_bytes": 7e6}
+    assert {"rows": 2, "context": 16}.items() <= json.loads(capsys.readouterr().out)["mixing"].items()
 
 
 def test_tokenizer(corpus_folder, tmp_path, capsys):

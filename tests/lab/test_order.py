@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from temper_lab.data import Loader, open_corpus, validation_batches
+from temper_lab.data import reader as reader_module
 from temper_lab.data.loader import expected_distinct, measure_mixing
-from temper_lab.data.packing import Builder, permutation
+from temper_lab.data.packing import Builder, Packer, permutation
 from temper_lab.data.reader import Reader, Stream
 from temper_lab.tokenizer import Tokenizer
 
@@ -83,14 +85,14 @@ def streams(corpus, tokenizer, way, world=1, **options):
     ]
 
 
-def epoch_of(stream, epoch=0):
+def epoch_of(stream, epoch=0, length=CONTEXT + 1):
     """The rows of one epoch, or what is left of it: lists of (piece as a tuple of ids, its document)."""
     rows = []
     while stream.place.epoch == epoch:
         window, row = next(stream)
         members = window.members(row)
         joined = list(itertools.chain.from_iterable(pieces[index].tolist() for pieces, index in members))
-        assert window.ids(row).tolist() == joined[: CONTEXT + 1]
+        assert window.ids(row).tolist() == joined[:length]
         rows.append([(tuple(pieces[index].tolist()), int(pieces.documents[index])) for pieces, index in members])
     return rows
 
@@ -155,13 +157,18 @@ def test_packing_leaves_the_order_alone(tmp_path, tokenizer, way):
     assert 0.05 < is_shared.mean() < 0.5
     thirds = [part.mean() / is_shared.mean() for part in np.array_split(is_shared, 3)]
     assert max(map(abs, np.subtract(thirds, 1))) < 0.25
-    numbers = [document for group in corpus.groups("train") for document, _ in corpus.documents("train", group)]
-    position = {document: at / len(numbers) for at, document in enumerate(numbers)}
+    position = positions(corpus)
     distances = [abs(position[row[0][1]] - position[row[1][1]]) for row in rows if len(row) > 1]
     assert np.mean(distances) == pytest.approx(1 / 3, rel=0.15)
     # In the next epoch, beside others again.
     shared, again = ({frozenset(row) for row in rows if len(row) > 1} for rows in (rows, epoch_of(stream, 1)))
     assert len(shared & again) < 0.2 * len(shared)
+
+
+def positions(corpus):
+    """Where every document is in the files, from 0 to 1."""
+    numbers = [document for group in corpus.groups("train") for document, _ in corpus.documents("train", group)]
+    return {document: at / len(numbers) for at, document in enumerate(numbers)}
 
 
 def bigram_losses(tokenizer, rows):
@@ -181,8 +188,7 @@ def test_a_bigram_model_sees_no_drift(name, tokenizer, way, tmp_path):
     losses = bigram_losses(tokenizer, rows)
     # Ten stretches of an epoch, beside ten stretches of the documents in order.
     drift = np.ptp([part.mean() for part in np.array_split(losses, 10)])
-    numbers = [document for group in corpus.groups("train") for document, _ in corpus.documents("train", group)]
-    position = {document: at for at, document in enumerate(numbers)}
+    position = positions(corpus)
     in_order = losses[np.argsort([position[row[0][1]] for row in rows], kind="stable")]
     assert np.ptp([part.mean() for part in np.array_split(in_order, 10)]) > 0.4
     assert drift < 0.1
@@ -190,15 +196,26 @@ def test_a_bigram_model_sees_no_drift(name, tokenizer, way, tmp_path):
     assert abs(np.corrcoef(batches[1:], batches[:-1])[0, 1]) < 4 / np.sqrt(len(batches))
 
 
-def test_whole_documents_are_mixed_too(tmp_path, tokenizer, way):
+def test_whole_documents_are_mixed_too(tmp_path, tokenizer, way, monkeypatch):
     """The packing of the public recipe, which crops."""
-    [stream] = streams(shards(tmp_path), tokenizer, way, max_ids=None)
+    corpus = shards(tmp_path)
+    [stream] = streams(corpus, tokenizer, way, max_ids=None)
     rows = epoch_of(stream)
     counts = Counter(document for row in rows for _, document in row)
     assert set(counts.values()) == {1}
     assert len(counts) >= 500 - CONTEXT
-    losses = bigram_losses(tokenizer, [[(row[0][0][: CONTEXT + 1], row[0][1])] for row in rows])
-    assert np.ptp([part.mean() for part in np.array_split(losses, 5)]) < 0.25
+    position = positions(corpus)
+    # Every row is the beginning of one document. The packer crops short ones first: rows in its order get longer.
+    for values in ([position[document] for [(_, document)] in rows], [len(piece) for [(piece, _)] in rows]):
+        drift = np.ptp([part.mean() for part in np.array_split(np.array(values), 5)])
+        assert drift < 0.5 * np.std(values)
+    # Documents share a row with any others, not with those that are in the buffer because they are near in the files.
+    monkeypatch.setattr(reader_module, "Packer", partial(Packer, buffer_size=20))
+    length = 4 * CONTEXT + 1
+    rows = epoch_of(Stream(Reader(corpus, tokenizer, "train", max_ids=None, **way), length), length=length)
+    distances = [abs(position[row[0][1]] - position[row[1][1]]) for row in rows if len(row) > 1]
+    assert len(distances) > 100
+    assert np.mean(distances) == pytest.approx(1 / 3, rel=0.15)
 
 
 def test_all_shares_of_a_process_tokenize_once(tmp_path, tokenizer, monkeypatch):

@@ -390,6 +390,7 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(capsys, tmp_path, 
     out = capsys.readouterr().out
     for text in ("11,945,928", "5,948,900,808", "skipped", "247,870,867 parameters per site", "5 runs", "on 4 A100"):
         assert text in out
+    assert "corpus data/climbmix, which is not there yet: temper data download --shards K --folder data/climbmix" in out
     assert list(tmp_path.iterdir()) == []
 
 

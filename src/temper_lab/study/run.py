@@ -56,7 +56,7 @@ def compare(study: Study, folder: Path, execution: ExecutionOptions) -> int:
         known = read_known(study, execution.known) | read_taken(study, folder)
         study = with_records(study, execution.known)
         is_trained = all(_is_settled(study, folder, cell, known) for cell in study.cells)
-        corpus = None if is_trained else corpus_of(study.recipe)
+        corpus = None if is_trained else corpus_of(study.recipe.data)
         if is_new:
             folder.mkdir(parents=True)
             stack.enter_context(claimed(folder))
@@ -288,7 +288,9 @@ def forecast(study: Study, folder: Path | None, execution: ExecutionOptions) -> 
         print(note)
     trains = [study.settings_of(cell).train for cell in study.cells]
     steps, tokens = _each(train.steps for train in trains), _each(train.batch_tokens for train in trains)
-    print(f"{steps} steps x {tokens} tokens each; corpus {study.recipe.data.corpus}")
+    command = plan.download_command(study.recipe.data)
+    missing = f", which is not there yet: {command}" if command else ""
+    print(f"{steps} steps x {tokens} tokens each; corpus {study.recipe.data.corpus}{missing}")
     each = f" of {threads} thread{'s' if threads > 1 else ''}" if threads else ""
     print(
         f"{len(runs)} runs to train, {jobs} at a time{each}: about {duration(total)} on this machine (from its matmul "

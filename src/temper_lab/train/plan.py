@@ -13,18 +13,23 @@ from temper_lab.console import duration, size
 from temper_lab.data import Corpus, open_corpus
 from temper_lab.distributed import device_of, precision
 from temper_lab.model import GPT, ModelConfig
-from temper_lab.recipe import Recipe
+from temper_lab.recipe import DataSettings, Recipe
 from temper_lab.tokenizer import Tokenizer
 
 
-def corpus_of(recipe: Recipe) -> Corpus:
-    """Opens the corpus of a recipe, or raises ValueError if it is not there."""
-    data = recipe.data
-    path = Path(data.corpus)
-    if not path.exists() and ("climbmix" in data.corpus or path.name == "books"):
-        what = "books" if path.name == "books" else "--shards K"
-        raise ValueError(f"{path} is not there: temper data download {what} --folder {path}")
+def corpus_of(data: DataSettings) -> Corpus:
+    """Opens the corpus of a recipe's section [data], or raises ValueError if it is not there."""
+    if command := download_command(data):
+        raise ValueError(f"{data.corpus} is not there: {command}")
     return open_corpus(data.corpus, val_fraction=data.val_fraction, max_chars=data.max_chars or None)
+
+
+def download_command(data: DataSettings) -> str | None:
+    """The command that downloads a corpus; None if it is there, or is none that can be downloaded."""
+    path = Path(data.corpus)
+    if path.exists() or not ("climbmix" in data.corpus or path.name == "books"):
+        return None
+    return f"temper data download {'books' if path.name == 'books' else '--shards K'} --folder {path}"
 
 
 @dataclass(frozen=True)
@@ -92,24 +97,19 @@ def describe(recipe: Recipe, config: ModelConfig, num_processes: int) -> list[st
 
 
 def check_here(recipe: Recipe) -> None:
-    """Raises ValueError if the run's device, tokenizer or corpus is not available."""
+    """Raises ValueError if the run's device, tokenizer or corpus is not available; a download may be still to come."""
     device_of(recipe.train.device)
     if recipe.tokenizer.path:
         Tokenizer.load(recipe.tokenizer.path)
-    if not _is_to_come(recipe):
-        open_corpus(recipe.data.corpus, val_fraction=recipe.data.val_fraction)
-
-
-def _is_to_come(recipe: Recipe) -> bool:
-    """True if the corpus can still be downloaded, so that a dry run need not have it."""
-    return "climbmix" in recipe.data.corpus and not Path(recipe.data.corpus).exists()
+    if not download_command(recipe.data):
+        corpus_of(recipe.data)
 
 
 def describe_corpus(recipe: Recipe) -> str:
-    corpus = recipe.data.corpus
-    if _is_to_come(recipe):
-        return f"{corpus} is not there yet: temper data download --shards K --folder {corpus}"
-    return str(open_corpus(corpus, val_fraction=recipe.data.val_fraction))
+    """Describes the corpus of a recipe, or says how to download it."""
+    if command := download_command(recipe.data):
+        return f"{recipe.data.corpus} is not there yet: {command}"
+    return str(corpus_of(recipe.data))
 
 
 def matmul_flops(recipe: Recipe) -> float:

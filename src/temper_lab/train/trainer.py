@@ -420,7 +420,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
         plan_batch(recipe, world.size)
         with torch.device("meta"):
             GPT(recipe.model)
-        corpus = corpus_of(recipe)
+        corpus = corpus_of(recipe.data)
         if recipe.tokenizer.path:
             Tokenizer.load(recipe.tokenizer.path)
         if recipe.train.start and not resume:
