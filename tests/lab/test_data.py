@@ -10,6 +10,7 @@ import random
 import shutil
 import threading
 import time
+import tracemalloc
 import urllib.parse
 from collections import Counter
 
@@ -31,7 +32,8 @@ from temper_lab.data import (
     validation_batches,
 )
 from temper_lab.data import corpus as corpus_module
-from temper_lab.data.corpus import cut
+from temper_lab.data import reader as reader_module
+from temper_lab.data.corpus import Corpus, cut
 from temper_lab.data.download import Info
 from temper_lab.data.reader import Reader
 from temper_lab.tokenizer import Tokenizer
@@ -223,6 +225,43 @@ def test_shards_keep_the_last_for_validation(tmp_path):
     assert not set(corpus.groups("val")) & set(corpus.groups("train"))
     # Real row groups, one at a time.
     assert [text for _, text in corpus.documents("train", corpus.groups("train")[1])] == texts_of(20, seed=0)[8:16]
+
+
+def test_a_huge_row_group_is_held_in_pieces(tmp_path, monkeypatch):
+    rng = random.Random(0)
+    # Nothing of it can be compressed: 8 MB in one row group.
+    texts = [f"{index}: {rng.randbytes(1000).hex()}" for index in range(4000)]
+    path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=4000)
+    corpus = open_corpus(path)
+
+    class Short:
+        bos = 0
+
+        def encode_batch(self, texts):
+            return [[1] for _ in texts]
+
+    # A window of 4 MB has every second text.
+    monkeypatch.setattr(reader_module, "BATCH", 100_000)
+    reader = Reader(corpus, Short(), "train", in_memory_bytes=0, shuffle_bytes=4e6)
+    slices, builder = reader.window(0, 0), reader.builder()
+    pool, documents = [pa.total_allocated_bytes()], Corpus.documents
+
+    def watched(*given):
+        for item in documents(*given):
+            pool.append(pa.total_allocated_bytes())
+            yield item
+
+    monkeypatch.setattr(Corpus, "documents", watched)
+    tracemalloc.start()
+    read = sum(reader.read(slices, builder))
+    _, strings = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(pool) > 3500
+    assert 3e6 < read < 5e6
+    assert len(builder.build()) == pytest.approx(read / 2000, rel=0.1)
+    # Arrow holds a few pages of 1 MB, and not the row group; Python holds a batch, and not the window.
+    assert max(pool) - pool[0] < 7e6
+    assert strings < 3e6
 
 
 def test_empty_and_missing_texts_are_left_out(tmp_path):

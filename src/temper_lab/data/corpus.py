@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # JSONL lines are read in groups of about this many bytes, and text files in groups of at most this many.
 GROUP_BYTES = 1 << 18
 CHUNK = 1 << 20
+# Rows of a parquet file that are decoded at a time, where they are short.
+MOST_ROWS = 1000
 # The longest document in bytes: several copies of it have to fit into memory.
 MAX_LINE_BYTES = 1 << 28
 
@@ -73,7 +75,8 @@ def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
+        # Otherwise all bytes of a row group are in memory before its first text is.
+        file = pq.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False)
         schema = file.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file, corrupted or truncated ({_line(error)})") from error
@@ -91,15 +94,19 @@ def _read_parquet(part: Part) -> Iterator[Document]:
     import pyarrow as pa
 
     with open_parquet(part.path) as file:
+        # A row group may be as large as its file, so it is read about CHUNK bytes at a time.
+        num_rows = CHUNK * file.metadata.row_group(part.start).num_rows // max(part.size, 1)
+        num_rows = min(max(num_rows, 1), MOST_ROWS)
+        row = 0
         try:
             # One thread, because the tokenizer uses the cores.
-            column = file.read_row_group(part.start, columns=["text"], use_threads=False).column("text")
-            texts = column.to_pylist()
+            for batch in file.iter_batches(num_rows, row_groups=[part.start], columns=["text"], use_threads=False):
+                for text in batch.column("text").to_pylist():
+                    yield f"{part.start}/{row}", text
+                    row += 1
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             message = f"{part.path}: row group {part.start} cannot be read, it is corrupted ({_line(error)})"
             raise ValueError(message) from error
-    for row, text in enumerate(texts):
-        yield f"{part.start}/{row}", text
 
 
 def _read_jsonl(part: Part) -> Iterator[Document]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -109,23 +109,27 @@ class Reader:
             done += entry.num_bytes
         return found
 
-    def read(self, slices: list[Slice], builder: Builder) -> Iterator[float]:
+    def read(self, slices: list[Slice], builder: Builder) -> Iterator[int]:
         """Adds the pieces of some slices to a builder; yields the number of bytes read since the last time."""
         by_group: dict[int, list[Slice]] = defaultdict(list)
         for entry in slices:
             by_group[entry.group].append(entry)
-        # Each row group is opened once, however many of its slices are read.
+        # Each row group is opened once, however many of its slices are read, and its texts are held a batch at a time.
         for group, members in by_group.items():
             firsts, count = {entry.first for entry in members}, members[0].count
-            texts = [
+            texts = (
                 (group, index, document, text)
                 for index, (document, text) in enumerate(self.corpus.documents(self.split, group))
                 if index % count in firsts
-            ]
-            bytes_per_char = total_bytes(members) / max(sum(len(text) for *_, text in texts), 1)
+            )
+            left = total_bytes(members)
             for batch in _batched(texts):
                 self._encode(batch, builder)
-                yield bytes_per_char * sum(len(text) for *_, text in batch)
+                # The sizes of slices are estimates, and what is yielded adds up to them.
+                num_bytes = min(sum(len(text.encode()) for *_, text in batch), left)
+                left -= num_bytes
+                yield num_bytes
+            yield left
 
     def _encode(self, texts: list[tuple[int, int, int, str]], builder: Builder) -> None:
         for (group, index, document, _), ids in zip(
@@ -165,7 +169,7 @@ class Reader:
             builder = self.builder()
             for group, indices in wanted.items():
                 texts = enumerate(self.corpus.documents(self.split, group))
-                found = [(group, index, document, text) for index, (document, text) in texts if index in indices]
+                found = ((group, index, document, text) for index, (document, text) in texts if index in indices)
                 for batch in _batched(found):
                     self._encode(batch, builder)
             pieces = builder.build()
@@ -179,7 +183,7 @@ def total_bytes(slices: list[Slice]) -> int:
     return sum(entry.num_bytes for entry in slices)
 
 
-def _batched(texts: list[tuple[int, int, int, str]]) -> Iterator[list[tuple[int, int, int, str]]]:
+def _batched(texts: Iterable[tuple[int, int, int, str]]) -> Iterator[list[tuple[int, int, int, str]]]:
     """Texts in batches of about BATCH characters."""
     batch, num_chars = [], 0
     for entry in texts:
