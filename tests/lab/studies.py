@@ -43,6 +43,7 @@ def run_entry(
             "step": val_steps,
             "res_off_diagonal": [1e-3 * pace * (1 + (step / 20) ** 2) for step in val_steps],
             "composite_gain": [1.0 + rng.gauss(0, 1e-7) for _ in val_steps],
+            "composite_backward_gain": [1.0 + 1e-4 * step for step in val_steps],
             "stream_similarity": [1 - 0.004 * step * rng.uniform(0.95, 1.05) for step in val_steps],
         }
     final = {"train_loss": sum(loss[-12:]) / 12, "val_loss": 2.3 * bpb, "bpb": bpb} if is_finished else None

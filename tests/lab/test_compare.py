@@ -113,11 +113,11 @@ def test_what_a_study_leaves_behind(unbroken):
         assert run["final"]["bpb"] == rows[-1]["val_bpb"] < run["val"]["bpb"][0]
         assert run["final"]["train_loss"] == pytest.approx((rows[-1]["loss"] + rows[-2]["loss"]) / 2)
         assert run["timing"]["seconds"] > 0
-        names = ("step", "res_off_diagonal", "composite_gain", "stream_similarity")
+        names = ("step", "res_off_diagonal", "composite_gain", "composite_backward_gain", "stream_similarity")
         mixing = {name: [row[name] for row in rows if "val_bpb" in row] for name in names if name in rows[-1]}
         # A residual run has one stream, so there is nothing to mix.
         assert run.get("routing") == (None if run["preset"] == "residual" else mixing)
-        assert len(mixing) == (1 if run["preset"] == "residual" else 4)
+        assert len(mixing) == (1 if run["preset"] == "residual" else 5)
     last = found["runs"][-1]
     assert (last["preset"], last["options"], last["label"]) == ("temper-cp", {"rank": 1}, "temper-cp-rank1")
     # The same backbone and the same first batch, whose branches give nothing yet.

@@ -368,10 +368,13 @@ def test_mixing_over_training():
     runs = [run_entry(method, 4, seed) for method in ("residual", "mhc", "mhc-identity") for seed in (0, 1)]
     (chart,) = charts.mixing(viewed(results(runs)))
     assert chart.name == "mixing-n4"
-    mass, gain, likeness = chart.panels
+    mass, gain, back, likeness = chart.panels
     # Residual has no streams to mix, and what is not mixed has no logarithm.
     assert [mark.name for mark in mass.marks] == ["mhc"]
-    assert [mark.name for mark in gain.marks] == [mark.name for mark in likeness.marks] == ["mhc", "mhc-identity"]
+    for panel in (gain, back, likeness):
+        assert [mark.name for mark in panel.marks] == ["mhc", "mhc-identity"]
+    assert (gain.y.label, back.y.label) == ("largest row sum", "largest column sum")
+    assert max(back.marks[0].y) > max(gain.marks[0].y)
     columns = list(zip(*(run["routing"]["res_off_diagonal"] for run in runs[2:4]), strict=True))
     mark = mass.marks[0]
     assert (mark.x, mass.y.is_log) == (tuple(range(15, 121, 15)), True)
@@ -379,6 +382,10 @@ def test_mixing_over_training():
     assert (mark.low, mark.high) == (tuple(map(min, columns)), tuple(map(max, columns)))
     # Rounding is not drawn as if it were a finding.
     assert gain.y.limits == pytest.approx((0.975, 1.025), abs=1e-5)
+    # Runs of earlier versions, which measured it forward alone.
+    for run in runs[2:]:
+        run["routing"].pop("composite_backward_gain")
+    assert charts.mixing(viewed(results(runs)))[0].panels == (mass, gain, likeness)
     for run in runs:
         run.pop("routing", None)
     assert charts.mixing(viewed(results(runs))) == []

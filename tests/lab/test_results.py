@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from studies import full_study, loaded, results, run_entry
 
+from temper_lab.study import gather
 from temper_lab.study.results import FORMAT, Results, Run, schema
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,7 @@ def test_what_a_newer_version_adds_is_left_out_and_what_an_older_lacks_is_empty(
         raw["runs"][0].pop(name)
     (run,) = loaded(raw | {"mood": "good"}).runs
     assert (run.settings, run.timing, run.mixing("composite_gain"), run.core_tasks) == ((), None, (), {})
+    assert gather._routing([{"step": 1, "composite_gain": 1.0}, {"step": 2}]).curve("composite_gain") == ((1, 1.0),)
     raw["runs"][0]["val"]["bpb"].pop()
     with pytest.raises(ValueError, match="the curve of bpb has another number of steps than of values"):
         loaded(raw)

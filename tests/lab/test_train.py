@@ -26,7 +26,7 @@ from temper_lab.train import checkpoint, run_dir
 from temper_lab.train.model_dir import load
 from temper_lab.train.run_dir import RunFolder
 
-MIXING = ("res_off_diagonal", "composite_gain", "stream_similarity")
+MIXING = ("res_off_diagonal", "composite_gain", "composite_backward_gain", "stream_similarity")
 
 
 def command(recipe: Path, out: Path, *options: str) -> list[str]:
@@ -104,6 +104,7 @@ def test_the_loss_falls_for_every_preset(preset, tiny, tmp_path):
         assert 0 <= line["res_off_diagonal"] < 1
         # HC alone may amplify.
         assert line["composite_gain"] == pytest.approx(1, abs=0.5 if preset == "hc" else 1e-5)
+        assert line["composite_backward_gain"] == pytest.approx(1, abs=0.5 if preset == "hc" else 0.01)
         assert 0 < line["stream_similarity"] <= 1
 
 
@@ -122,6 +123,7 @@ def test_mixing_is_what_observe_says_and_changes_no_other_number(tiny, tmp_path,
     expected = [
         sum(site.off_diagonal for site in sites) / len(sites),
         sites[-1].composite_forward_gain,
+        sites[-1].composite_backward_gain,
         sum(site.stream_similarity for site in sites) / len(sites),
     ]
     assert [lines[-1][name] for name in MIXING] == pytest.approx(expected, rel=1e-6)

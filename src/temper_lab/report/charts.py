@@ -137,7 +137,8 @@ ONE_SETTING = ("curves", "gaps", "loss", "mixing-", "pareto-", "parameters", "fo
 # For each name in results.json: the title of its panel, the axis, and the smallest span of the axis.
 MIXING = {
     "res_off_diagonal": ("Off-diagonal mass of res", "sum over a row", 0.0),
-    "composite_gain": ("Composite gain", "largest row sum", 0.05),
+    "composite_gain": ("Composite gain, forward", "largest row sum", 0.05),
+    "composite_backward_gain": ("Composite gain, backward", "largest column sum", 0.05),
     "stream_similarity": ("Stream similarity", "mean cosine of two streams", 0.05),
 }
 
@@ -191,11 +192,12 @@ def mixing(study: StudyView) -> list[Chart]:
         panels = [_mixing_panel(study, n, name) for name in MIXING]
         if any(panel.marks for panel in panels):
             caption = (
-                "Measured at every validation on the same tokens; mean over seeds, the band reaches from the lowest "
-                "seed to the highest. Off-diagonal mass: how much a stream takes from the others, mean over sites; "
-                "exactly 0, and so not on a logarithmic axis, where res is the identity. Composite gain: of the "
-                "product of res over all sites; 1 where rows sum to 1, more where mixing amplifies. Stream "
-                "similarity: mean over sites; 1 where all streams are copies."
+                "Measured at every validation on the same few tokens (256, or one row if that is longer); mean over "
+                "seeds, the band reaches from the lowest seed to the highest. Off-diagonal mass: how much a stream "
+                "takes from the others, mean over sites; exactly 0, and so not on a logarithmic axis, where res is "
+                "the identity. Composite gain: of the product of res over all sites; forward, of signals, it is 1 "
+                "where rows sum to 1, and backward, of gradients, 1 where columns do; more where mixing amplifies. "
+                "Stream similarity: mean over sites; 1 where all streams are copies."
             )
             shown = tuple(panel for panel in panels if panel.marks)
             charts.append(Chart(f"mixing-n{n}", f"Mixing during training, N = {n}", shown, caption))

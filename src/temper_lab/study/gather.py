@@ -129,9 +129,10 @@ def _final(rows: Rows, validated: Rows) -> Final | None:
 
 
 def _routing(validated: Rows) -> Routing | None:
-    """The mixing of streams; None for a single stream, or for runs from before this was measured."""
-    rows = [row for row in validated if all(name in row for name in ROUTING)]
-    return Routing(*(_column(rows, name) for name in ("step", *ROUTING))) if rows else None
+    """The mixing of streams, null where an earlier version did not measure it; None if nothing was measured."""
+    rows = [row for row in validated if any(name in row for name in ROUTING)]
+    columns = (tuple(row.get(name) for row in rows) for name in ROUTING)
+    return Routing(_column(rows, "step"), *columns) if rows else None
 
 
 def _timing(rows: Rows, batch_tokens: int) -> Timing | None:

@@ -93,7 +93,14 @@ class Routing(Columns):
 
     res_off_diagonal: Values = ()
     composite_gain: Values = ()
+    composite_backward_gain: Values = ()
     stream_similarity: Values = ()
+
+    def __post_init__(self) -> None:
+        # A file of an earlier version lacks what was not measured then.
+        for name in (each.name for each in fields(self) if not getattr(self, each.name)):
+            object.__setattr__(self, name, (None,) * len(self.step))
+        super().__post_init__()
 
 
 ROUTING = tuple(each.name for each in fields(Routing) if each.name != "step")

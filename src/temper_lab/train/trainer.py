@@ -237,11 +237,13 @@ class Trainer:
         with eager, self.autocast(), observe(model) as observation:
             model(ids, targets_BT=targets, reduction="none")
         sites = observation.reports()
-        composite = sites[-1].composite_forward_gain
-        assert composite is not None
+        forward, backward = sites[-1].composite_forward_gain, sites[-1].composite_backward_gain
+        assert forward is not None
+        assert backward is not None
         return {
             "res_off_diagonal": statistics.fmean(site.off_diagonal for site in sites),
-            "composite_gain": composite,
+            "composite_gain": forward,
+            "composite_backward_gain": backward,
             "stream_similarity": statistics.fmean(site.stream_similarity for site in sites),
         }
 
