@@ -297,7 +297,10 @@ def test_names_of_runs_stay_apart():
         (["optim.matix_lr=1"], "unknown field of a recipe 'optim.matix_lr'. Did you mean 'optim.matrix_lr'"),
         (["matrix_lr=1"], "Did you mean 'optim.matrix_lr'"),
         (["optim.matrix_lr"], "is not FIELD=VALUE,VALUE, such as optim.matrix_lr=0.02,0.05"),
-        (["optim.matrix_lr="], "vary has optim.matrix_lr = []; expected a list of values"),
+        (["optim.matrix_lr="], "'optim.matrix_lr=' has an empty value; expected values between commas, such as"),
+        (["optim.matrix_lr=0.1,,0.2"], "'optim.matrix_lr=0.1,,0.2' has an empty value"),
+        (["optim.betas=[0.8,0.95], "], "has an empty value"),
+        (["model.depth=4.0"], "model.depth is 4.0; expected a whole number, such as 4"),
         (["optim.matrix_lr=fast"], "optim.matrix_lr is 'fast'; expected a number"),
         (["optim.matrix_lr=nan"], "expected a number"),
         (["train.steps=1.5"], "train.steps is '1.5'; expected a whole number"),
@@ -314,12 +317,15 @@ def test_names_of_runs_stay_apart():
         (["train.threads=2"], "use --train.threads for all runs"),
         (["tokenizer.path=x"], "use --tokenizer.path for all runs"),
         (["train.device=cpu"], "use --train.device for all runs"),
+        (["train.save_every=5,10"], "it changes what is recorded of a run, not what the run trains"),
+        (["train.tensorboard=true"], "use --train.tensorboard for all runs"),
         (["data.corpus=x"], "all runs of a study share the data; for another value begin a study in another --out"),
         (["tokenizer.train_chars=9"], "share the tokenizer"),
         (["model.vocab_size=512"], "share the tokenizer"),
     ],
 )
 def test_what_cannot_be_varied_says_what_to_do_instead(options, words, capsys):
+    assert set(vary.RECORDS) < set(recipe.field_types())
     given = [word for option in options for word in ("--vary", option)]
     assert main(["compare", "--recipe", "demo", "--dry-run", *given]) == 1
     error = capsys.readouterr().err

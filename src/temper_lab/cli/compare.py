@@ -77,7 +77,8 @@ Args:
     streams: Numbers of streams N; the residual preset has one stream and runs once.
     seeds: Seeds of the initial weights and of the order of the data.
     vary: A field of the recipe and the values to train with, such as optim.matrix_lr=0.02,0.05,0.1. Repeat the option
-        for several fields. It replaces the varied fields of the recipe or the study.
+        for several fields. It replaces the varied fields of the recipe or the study. With model.width at 0,
+        model.depth varies the width too (64 x depth).
     jobs: Runs at a time; 0 means one per core, and one on GPUs.
     launch: The command that starts a run, before `-m`: torchrun and its options.
     cost: After the runs, time a training step of every method in turn, for about a minute.

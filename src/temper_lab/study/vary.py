@@ -28,6 +28,11 @@ OWN = {
 }
 # Fields that say where to compute, not what.
 MACHINE = ("train.threads", "tokenizer.path")
+# Fields that say when a run is measured and sampled, and what is kept of it.
+RECORDS = (
+    *("train.val_every", "train.save_every", "train.keep_last", "train.keep_best", "train.sample_every"),
+    *("train.sample_tokens", "train.prompts", "train.tensorboard"),
+)
 # Fields that a residual network does not depend on, so that its runs are the same for every value.
 ROUTING = ("optim.routing_lr",)
 # Fields that change the time of a training step, besides those of the model.
@@ -52,8 +57,10 @@ def parse(texts: Iterable[str]) -> Axes:
         if name in found:
             raise ValueError(f"--vary has {name} twice; expected all its values at once, such as {EXAMPLE}")
         # Commas inside lists and quotation marks do not separate values.
-        words = re.findall(r'\[[^\]]*\]|"[^"]*"|[^,]+', values)
-        found[name] = [_value(name, word.strip()) for word in words]
+        words = [word.strip() for word in re.findall(r'((?:\[[^\]]*\]|"[^"]*"|[^,])*),', f"{values},")]
+        if "" in words:
+            raise ValueError(f"--vary {text!r} has an empty value; expected values between commas, such as {EXAMPLE}")
+        found[name] = [_value(name, word) for word in words]
     return read(found)
 
 
@@ -170,10 +177,21 @@ def _value(name: str, word: str) -> Any:
     """Parses a word as JSON if that gives the field's type, otherwise takes it as text."""
     try:
         value = json.loads(word)
-        check_field(name, value)
     except ValueError:
         return word
-    return value
+    if _fits(name, value):
+        return value
+    if isinstance(value, float) and value.is_integer() and _fits(name, int(value)):
+        raise ValueError(f"{name} is {word}; expected a whole number, such as {int(value)}")
+    return word
+
+
+def _fits(name: str, value: Any) -> bool:
+    try:
+        check_field(name, value)
+    except ValueError:
+        return False
+    return True
 
 
 def _check(name: str) -> None:
@@ -191,6 +209,9 @@ def _refusal(name: str) -> str | None:
     if name in (*MACHINE, "train.device"):
         option = name.replace("_", "-")
         return f"it says where a study runs, not what it trains; use --{option} for all runs"
+    if name in RECORDS:
+        option = name.replace("_", "-")
+        return f"it changes what is recorded of a run, not what the run trains; use --{option} for all runs"
     section = name.partition(".")[0]
     if section in ("data", "tokenizer") or name == "model.vocab_size":
         what = "tokenizer" if section != "data" else "data"
