@@ -1,12 +1,16 @@
 """Recipes: all of them load, and a bad one says what is bad."""
 
+import re
 from importlib import resources
 
 import pytest
 
 from temper_lab import recipe
 from temper_lab.cli import main
+from temper_lab.optim.optimizers import GROUPS, OptimSettings
 from temper_lab.recipe import Recipe
+from temper_lab.study.grid import read_grid
+from temper_lab.study.spec import Study
 from temper_lab.train.plan import BatchPlan, plan_batch
 
 BUILT_IN = (
@@ -24,6 +28,22 @@ def test_every_recipe_loads_is_commented_and_survives_a_round_trip(name):
     loaded = recipe.load(name)
     assert Recipe.from_dict(loaded.to_dict()) == loaded
     assert (resources.files("temper_lab") / "recipes" / f"{name}.toml").read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("name", ["cpu-base", "cpu-small", "cpu-smoke", "demo", "study-cpu"])
+def test_the_comments_of_the_recipes_for_cpus_are_true(name):
+    text = (resources.files("temper_lab") / "recipes" / f"{name}.toml").read_text()
+    rates, defaults = recipe.load(name).optim, OptimSettings()
+    factors = [getattr(rates, f"{group}_lr") / getattr(defaults, f"{group}_lr") for group in GROUPS]
+    factor = 20 if "\n# Twenty times the defaults" in text else 10
+    assert f"\n# {'Twenty' if factor == 20 else 'Ten'} times the defaults" in text
+    assert "2.5 times for routing" in text
+    assert dict(zip(GROUPS, factors, strict=True)) == pytest.approx(
+        {"matrix": factor, "embedding": factor, "head": factor, "routing": 2.5, "vector": 1}
+    )
+    settings, section = recipe.load_study(name)
+    if found := re.search(r"(\d+) runs", text):
+        assert len(Study(name, settings, read_grid(section, settings, name)).cells) == int(found[1])
 
 
 @pytest.mark.parametrize(
