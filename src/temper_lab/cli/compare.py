@@ -36,7 +36,7 @@ trains nothing twice:
 
     temper compare --out demo
 
-Any field of the recipe can be an axis of the grid. Each --vary names a field and its values; several of them give
+Any field that changes what a run trains can be an axis. Each --vary names a field and its values; several of them give
 every combination. A value that the recipe has anyway is the same run as without --vary and is not trained again:
 
     temper compare --recipe demo --out runs/lr --methods residual,mhc --vary optim.matrix_lr=0.02,0.05,0.1
