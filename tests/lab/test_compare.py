@@ -18,11 +18,13 @@ from studies import loaded, run_entry
 from studies import results as made_up
 
 from temper_lab.cli import main
+from temper_lab.recipe import Recipe
 from temper_lab.study import live
 from temper_lab.study.runner import Runner
 from temper_lab.train import run_dir
 from temper_lab.train.checkpoint import latest
 from temper_lab.train.run_dir import RunFolder
+from temper_lab.train.trainer import train
 
 FORKS = Path(__file__).with_name("forks.py")
 KEYS = [f"{label}-s{seed}" for label in ("residual-n1", "temper-cp-rank1-n2") for seed in (0, 1)]
@@ -404,6 +406,53 @@ def test_runs_of_another_recipe_or_tokenizer_are_refused(tiny, unbroken, launch,
     assert "has another tokenizer than" in capsys.readouterr().err
 
 
+def test_other_data_are_refused(tiny, unbroken, launch, corpus_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Runner, "_spawn", None)
+    out = copy_of(unbroken, tmp_path / "other")
+    study, text = out / "study.json", (out / "study.json").read_text()
+    more = ["compare", "--out", str(out), "--seeds", "2", "--no-cost"]
+    path = corpus_folder / "07.txt"
+    with monkeypatch.context() as patch:
+        patch.setattr("temper_lab.data.loader.ORDER_VERSION", 3)
+        assert main(more) == 1
+        assert f"{study} holds runs of other data" in (error := capsys.readouterr().err)
+        assert "order of batches was 2, is 3. Restore the data, or the version of temper that" in error
+        # Without anything to train, the corpus need not even be there.
+        assert main(["compare", "--out", str(out), "--no-cost"]) == 0
+    before = path.read_text()
+    path.write_text(f"{before} more")
+    try:
+        assert main(more) == 1
+        assert "the corpus (names, sizes and ends of its files) was" in capsys.readouterr().err
+        assert main([*more, "--dry-run"]) == 1
+        # Not even a run that the study has begun by then is trained on them.
+        again = ["temper_lab.study.worker", str(out), KEYS[0], "1"]
+        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen([*shlex.split(launch), "-m", *again], **pipes) as process:
+            assert process.wait() == 1
+            assert "the data are not those of the study any more: the corpus" in process.stderr.read()
+        with pytest.raises(ValueError, match="was trained on other data, so it is not resumed: the corpus"):
+            train(Recipe.from_dict(RunFolder(out / "runs" / KEYS[0]).recipe(), ""), out / "runs" / KEYS[0], resume=True)
+    finally:
+        path.write_text(before)
+    # A study of an earlier version, with runs that do not say it either.
+    data = json.loads(text)["data"]
+    study.write_text(json.dumps(json.loads(text) | {"data": None}))
+    assert main([*more, "--dry-run"]) == 0
+    for key in KEYS:
+        RunFolder(out / "runs" / key).write(data=None)
+    assert main(["compare", "--out", str(out), "--no-cost"]) == 0
+    assert main(more) == 1
+    record = f'"data": {json.dumps(data)}'
+    assert (
+        "does not record the data that its runs were trained on, so they cannot be compared with others. If you "
+        in (error := capsys.readouterr().err)
+    )
+    assert f"write {record} into {study}; otherwise start anew with another --out" in error
+    study.write_text(text)
+    assert main([*more, "--dry-run"]) == 0
+
+
 def test_one_run_through_the_interpreter_itself(tiny, unbroken, tmp_path):
     out = tmp_path / "plain"
     words = command(tiny, out, "", "--no-cost")
@@ -496,7 +545,12 @@ def test_finished_runs_of_another_study_are_taken_over(tiny, unbroken, launch, t
     assert "3 runs that were taken over have no model here" in capsys.readouterr().err
     assert [run["core"] is None for run in read(out)["runs"]] == [True, False, True, True]
     assert spawned == [KEYS[1]]
+    data = part["data"]
+    assert data == whole["data"] == RunFolder(out / "runs" / KEYS[1]).read()["data"]
     for damage, words in (
+        ({"data": None}, f'If you know that they are these, write "data": {json.dumps(data)} into {known}; otherwise'),
+        ({"data": data | {"order": 1}}, "the version of the order of batches was 1, is 2. Restore the data, or the"),
+        ({"data": data | {"content": "x"}}, f"the content of the corpus was x, is {data['content']}. Restore"),
         ({"runs": [part["runs"][0] | {"streams": 3}]}, "is not of residual, N=1, seed 0; expected what its key says"),
         ({"runs": [part["runs"][2] | {"parameters": {"added": 1}}]}, "has 1 routing parameters, here it would have"),
         ({"tokenizer": "other"}, "had another tokenizer"),

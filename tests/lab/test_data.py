@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from temper_lab.cli import main
 from temper_lab.data import (
+    DataFingerprint,
     DownloadError,
     Loader,
     Packer,
@@ -146,6 +147,26 @@ def test_fingerprint_notices_changed_files(corpus):
     assert corpus.fingerprint != before
     path.write_bytes(content)
     assert corpus.fingerprint == before
+
+
+def test_what_runs_were_trained_on(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", texts_of(200))
+    before, text = DataFingerprint.of(open_corpus(path)), path.read_text()
+    assert DataFingerprint.from_dict(json.loads(json.dumps(before.to_dict()))) == before
+    # A change in the middle of a long file, which its size and its ends do not show.
+    middle = text.index("e", len(text) // 2)
+    path.write_text(f"{text[:middle]}i{text[middle + 1 :]}")
+    now = DataFingerprint.of(open_corpus(path))
+    assert before.changes(now) == [f"the content of the corpus was {before.content}, is {now.content}"]
+    monkeypatch.setattr(corpus_module, "CONTENT_BYTES", 100)
+    large = DataFingerprint.of(open_corpus(path))
+    assert (large.content, before.changes(large)) == (None, [])
+    changed = ["the corpus (names, sizes and ends of its files) was other", "the version of the order of batches was 1"]
+    for found, words in zip(DataFingerprint("other", None, 1).changes(now), changed, strict=True):
+        assert found.startswith(f"{words}, is ")
+    for bad in ({}, [], {"corpus": "x", "content": 3, "order": 2}, {"corpus": "x", "content": None, "order": "2"}):
+        with pytest.raises(ValueError, match="expected corpus, content and order"):
+            DataFingerprint.from_dict(bad)
 
 
 def test_a_large_corpus_is_split_by_hash_alone(tmp_path, monkeypatch):
@@ -657,6 +678,11 @@ def test_resuming_in_other_data_is_refused(make, corpus, tokenizer, tmp_path, wa
         Loader(other, tokenizer, **settings).load_state_dict(state)
     with pytest.raises(ValueError, match=r"exact: order was '.*', is 'in windows of 0.002 MB'"):
         make(in_memory_mb=0, shuffle_mb=0.002).load_state_dict(state)
+    with pytest.raises(ValueError, match="exact: order_version was 1, is 2"):
+        loader.load_state_dict({**state, "made_for": {**state["made_for"], "order_version": 1}})
+    # The first version of places like these did not say which order it was.
+    unsaid = {name: value for name, value in state["made_for"].items() if name != "order_version"}
+    make().load_state_dict({**state, "made_for": unsaid})
     for bad in ({}, [], {"place": {"epoch": 0}}, {**state, "made_for": 3}):
         with pytest.raises(ValueError, match="not the state of a loader; expected made_for, and a place of carried"):
             loader.load_state_dict(bad)

@@ -1,5 +1,6 @@
 """The order of text: batches as mixed as independent draws, every piece once an epoch, no drift."""
 
+import hashlib
 import itertools
 import json
 import random
@@ -16,7 +17,7 @@ from temper_lab.data import Loader, open_corpus, validation_batches
 from temper_lab.data import reader as reader_module
 from temper_lab.data.loader import expected_distinct, measure_mixing
 from temper_lab.data.packing import Builder, Packer, permutation
-from temper_lab.data.reader import Reader, Stream
+from temper_lab.data.reader import ORDER_VERSION, Reader, Stream
 from temper_lab.tokenizer import Tokenizer
 
 CONTEXT, ROWS = 16, 8
@@ -266,6 +267,19 @@ def test_expected_distinct():
     draws = rng.choice(5, p=weights / weights.sum(), size=(20_000, 4))
     assert expected_distinct(weights, 4) == pytest.approx(np.mean([len(set(row)) for row in draws.tolist()]), rel=0.01)
     assert expected_distinct(np.ones(1), 3) == 1
+
+
+def test_the_order_of_this_version(tmp_path, tokenizer):
+    # Where this fails, the batches of all runs are others: raise ORDER_VERSION, and write the new hash here.
+    corpus, settings = jsonl(tmp_path), {"split": "train", "rows": ROWS, "context": CONTEXT, "seed": 1}
+    digest = hashlib.blake2b(digest_size=8)
+    for way in ({"world": 2}, {"in_memory_mb": 0, "shuffle_mb": 0.06, "cut_long": False}):
+        with Loader(corpus, tokenizer, **settings, **way) as loader:
+            for inputs, _ in itertools.islice(loader, 100):
+                digest.update(inputs.numpy().tobytes())
+    for inputs, _ in validation_batches(corpus, tokenizer, ROWS, CONTEXT, 4):
+        digest.update(inputs.numpy().tobytes())
+    assert (ORDER_VERSION, digest.hexdigest()) == (2, "53dd60949df09d93")
 
 
 def test_permutations_are_the_same_everywhere():

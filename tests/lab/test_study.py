@@ -10,6 +10,7 @@ import temper
 from temper_lab import recipe
 from temper_lab.cli import main
 from temper_lab.cli.compare import _lasting
+from temper_lab.data import DataFingerprint
 from temper_lab.method import Method, parse_all
 from temper_lab.model import GPT
 from temper_lab.optim.optimizers import assign
@@ -17,10 +18,13 @@ from temper_lab.study import vary
 from temper_lab.study.cost import counts_of, flops_of, groups_of
 from temper_lab.study.environment import ExecutionOptions, num_cores
 from temper_lab.study.grid import GridBlock, override, read_grid
+from temper_lab.study.results import Results
 from temper_lab.study.runner import Runner, Tail
 from temper_lab.study.spec import Study
 from temper_lab.study.vary import MACHINE
+from temper_lab.train.plan import corpus_of
 
+ROOT = Path(__file__).parents[2]
 TABLE1 = ("residual", "mhc", "mhc-lite", "kromhc", "temper-cp", "temper-tucker")
 # Runs, those of them that are skipped, and the methods in the order of the table.
 STUDIES = {
@@ -88,6 +92,11 @@ def test_the_study_of_the_results_page_is_the_recipe_that_was_trained():
     assert (settings.train.steps, settings.train.batch_tokens, settings.data.corpus) == (2000, 1024, "sotu")
     assert (settings.model.depth, settings.model.dim, settings.optim.routing_lr) == (8, 96, 0.0125)
     assert settings.changes(replace(settings, train=replace(settings.train, threads=2)), MACHINE) == []
+    # What is committed can be gone on from with --known.
+    for name in ("study-cpu", "lr-routing"):
+        data = Results.read(ROOT / "docs" / "results" / f"{name}.json").data
+        assert data is not None, name
+        assert data.changes(DataFingerprint.of(corpus_of(settings))) == [], name
 
 
 def test_a_study_written_and_read_is_the_same(tmp_path):

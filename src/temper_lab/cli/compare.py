@@ -85,7 +85,7 @@ Args:
     core: A CORE bundle (a folder or a zip) on which every finished run is evaluated once.
     max_per_task: The most items to use of each CORE task.
     known: A results.json, or a folder that has one, whose finished runs are taken over. Repeat the option for several
-        files. A file of another recipe is refused.
+        files. A file of another recipe or of other data is refused.
     dry_run: Print the grid with parameters and time, and stop.
     as_json: Print the content of results.json, and nothing else, on stdout.
 """

@@ -196,6 +196,8 @@ COUNTED = 10_000
 FEW = 20
 # Document hashes are numbers below this.
 HASHES = 2**48
+# The content of a corpus of at most this many bytes is hashed as a whole, which takes about a second.
+CONTENT_BYTES = 1e9
 
 
 def open_corpus(spec: str | Path, *, val_fraction: float = 0.05, max_chars: int | None = 20_000) -> Corpus:
@@ -270,6 +272,17 @@ class Corpus:
         digest.update(repr((self.val_fraction, self.max_chars, GROUP_BYTES)).encode())
         for path, name in self._files:
             digest.update(name.encode() + b"\0" + sample_bytes(path))
+        return digest.hexdigest()
+
+    @property
+    def content(self) -> str | None:
+        """A hash of all bytes of the files; None for a corpus that would take long to read."""
+        if sum(path.stat().st_size for path, _ in self._files) > CONTENT_BYTES:
+            return None
+        digest = hashlib.blake2b(digest_size=8)
+        for path, _ in self._files:
+            with open(path, "rb") as file:
+                digest.update(hashlib.file_digest(file, hashlib.blake2b).digest())
         return digest.hexdigest()
 
     def _read(self, group: list[Part]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from temper.registry import is_int
 from temper_lab.console import Bar, size
 from temper_lab.data.corpus import Corpus
-from temper_lab.data.reader import Place, Reader, Stream, Window
+from temper_lab.data.reader import ORDER_VERSION, Place, Reader, Stream, Window
+from temper_lab.io import brief
 from temper_lab.tokenizer import Tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -31,6 +33,48 @@ VALIDATION_BYTES = 32e6
 MAX_ROWS = 1 << 16
 # Seconds after which waiting shows a progress bar.
 PATIENCE = 2.0
+
+
+@dataclass(frozen=True)
+class DataFingerprint:
+    """The text and the order of batches; with the same recipe and tokenizer they give the same batches.
+
+    Args:
+        corpus: a hash of the names, sizes and ends of the files, and of how they are cut and split.
+        content: a hash of all bytes of the files; null for a large corpus.
+        order: the version of the order of batches.
+    """
+
+    corpus: str
+    content: str | None
+    order: int
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> DataFingerprint:
+        return cls(corpus.fingerprint, corpus.content, ORDER_VERSION)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> DataFingerprint:
+        """Reads the output of `to_dict`; a ValueError says what was expected."""
+        found = values if isinstance(values, Mapping) else {}
+        corpus, content, order = (found.get(name) for name in ("corpus", "content", "order"))
+        if not isinstance(corpus, str) or not isinstance(content, str | None) or not is_int(order):
+            raise ValueError(f"data is {brief(values)}; expected corpus, content and order")
+        return cls(corpus, content, order)
+
+    def changes(self, now: DataFingerprint) -> list[str]:
+        """The differences in words; empty if the batches are the same."""
+        found = []
+        if self.corpus != now.corpus:
+            found.append(f"the corpus (names, sizes and ends of its files) was {self.corpus}, is {now.corpus}")
+        elif None not in (self.content, now.content) and self.content != now.content:
+            found.append(f"the content of the corpus was {self.content}, is {now.content}")
+        if self.order != now.order:
+            found.append(f"the version of the order of batches was {self.order}, is {now.order}")
+        return found
 
 
 class Loader:
@@ -93,6 +137,7 @@ class Loader:
             "seed": seed,
             "cut_long": cut_long,
             "order": self._reader.order,
+            "order_version": ORDER_VERSION,
         }
         self._place = Place()
         self._stream: Stream | None = None
@@ -154,7 +199,8 @@ class Loader:
             raise ValueError(
                 f"not the state of a loader; expected made_for, and a place of {', '.join(sorted(fields))}"
             )
-        saved = state["made_for"]
+        # The first version whose places are like these did not record itself.
+        saved = {"order_version": 2, **state["made_for"]}
         changed = [
             f"{key} was {saved.get(key)!r}, is {value!r}"
             for key, value in self._made_for.items()

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from temper_lab.data.corpus import Corpus
 from temper_lab.data.packing import Builder, Ints, Key, Packer, Pieces, permutation
 
+# Raised whenever the same corpus, tokenizer, seed and settings would give other batches, of training or validation, so
+# that runs from before and after are not mixed. In version 1 the text was read almost in order.
+ORDER_VERSION = 2
 # Characters to tokenize at a time.
 BATCH = 1_000_000
 # A window has at least about this many slices, so that its text comes from all over the corpus.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from temper_lab.data import DataFingerprint
+from temper_lab.data.reader import ORDER_VERSION
 from temper_lab.io import entry as checked_entry
 from temper_lab.io import read_json
 from temper_lab.recipe import Recipe
@@ -34,9 +37,11 @@ from temper_lab.study.results import (
     number,
 )
 from temper_lab.study.runner import Entry
+from temper_lab.study.spec import FILE_NAME as STUDY
 from temper_lab.study.spec import Study
 from temper_lab.study.vary import MACHINE, OWN
 from temper_lab.train import run_dir
+from temper_lab.train.run_dir import FILE_NAME as RUN
 
 # The fraction of the steps, at the end, over which the training loss is averaged.
 END = 0.1
@@ -73,6 +78,7 @@ def gather(
         versions=environment.versions(),
         machine=environment.machine(),
         tokenizer=tokenizer,
+        data=study.data,
         recipe=study.recipe.to_dict(),
         claims=study.claims,
         methods=tuple(map(str, study.methods)),
@@ -193,6 +199,45 @@ def check_tokenizer(known: KnownRuns, fingerprint: str | None) -> None:
                 f"run {key} of the study {source.study!r} had another tokenizer, so it cannot join this one; expected "
                 "results of the same corpus"
             )
+
+
+def with_data(study: Study, folder: Path | None, files: Sequence[Path], here: DataFingerprint | None) -> Study:
+    """The study with the data of its runs; ValueError if runs that it has or takes over were trained on other data.
+
+    Args:
+        files: results.json whose runs are taken over.
+        here: the data of the runs to be trained; None if there are none.
+    """
+    own = [] if folder is None else _own_data(study, folder)
+    others = [(path, Results.read(path).data) for path in files]
+    found = here or next((data for _, data in [*own, *others] if data), None)
+    for path, data in [*own, *others]:
+        instead = "start anew with another --out" if (path, data) in own else "leave the file out"
+        if data is None:
+            # With nothing to join them, results of earlier versions stay as they are.
+            if here or files:
+                kept = folder / STUDY if folder and (path, data) in own and (folder / STUDY).is_file() else path
+                record = json.dumps((found or DataFingerprint("..", None, ORDER_VERSION)).to_dict())
+                raise ValueError(
+                    f"{path} does not record the data that its runs were trained on, so they cannot be compared with "
+                    f'others. If you know that they are these, write "data": {record} into {kept}; otherwise {instead}'
+                )
+        elif found and (changes := data.changes(found)):
+            raise ValueError(
+                f"{path} holds runs of other data, which cannot be compared with these: {'; '.join(changes)}. Restore "
+                f"the data, or the version of temper that it was made with, or {instead}"
+            )
+    return replace(study, data=found)
+
+
+def _own_data(study: Study, folder: Path) -> list[tuple[Path, DataFingerprint | None]]:
+    """The files of a study's folder that say, or ought to, what its runs were trained on."""
+    runs = [run for cell in study.cells if (run := run_folder(folder, cell)).is_run]
+    if study.data:
+        # That also stands for runs from before they recorded their data themselves.
+        return [(folder / STUDY, study.data), *((run.path / RUN, data) for run in runs if (data := run.data()))]
+    taken = [(folder / FILE_NAME, Results.read(folder).data)] if read_taken(study, folder) else []
+    return [*taken, *((run.path / RUN, run.data()) for run in runs)]
 
 
 def with_records(study: Study, files: Sequence[Path]) -> Study:

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from temper.registry import check_int
+from temper_lab.data import DataFingerprint
 from temper_lab.io import atomic_write, brief, dumps, read_json
 from temper_lab.study import vary as varying
 from temper_lab.study.claims import Claim, read_claims
@@ -279,6 +280,7 @@ class Results:
         command: the commands that made and extended this study.
         commit: the commit of the source tree, with "+changes" if files differ from it.
         tokenizer: its fingerprint.
+        data: those that all runs were trained on.
         recipe: the recipe that all runs share.
         vary: the varied fields, each with all values that runs have.
         runs: in the order of the grid.
@@ -291,6 +293,7 @@ class Results:
     versions: Table = field(default_factory=dict)
     machine: Table = field(default_factory=dict)
     tokenizer: str | None = None
+    data: DataFingerprint | None = None
     recipe: Table = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     methods: tuple[str, ...] = ()

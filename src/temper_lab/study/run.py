@@ -13,6 +13,7 @@ import torch
 import temper
 from temper_lab.bench.measure import pinned
 from temper_lab.console import duration, tell
+from temper_lab.data import DataFingerprint
 from temper_lab.io import atomic_write, dumps, read_json, recover
 from temper_lab.recipe import Recipe
 from temper_lab.study import cost, gather, live, vary
@@ -25,6 +26,7 @@ from temper_lab.study.gather import (
     is_finished,
     read_known,
     read_taken,
+    with_data,
     with_records,
 )
 from temper_lab.study.grid import Cell, run_folder
@@ -57,6 +59,7 @@ def compare(study: Study, folder: Path, execution: ExecutionOptions) -> int:
         study = with_records(study, execution.known)
         is_trained = all(_is_settled(study, folder, cell, known) for cell in study.cells)
         corpus = None if is_trained else corpus_of(study.recipe.data)
+        study = with_data(study, folder, execution.known, DataFingerprint.of(corpus) if corpus else None)
         if is_new:
             folder.mkdir(parents=True)
             stack.enter_context(claimed(folder))
@@ -252,6 +255,8 @@ def forecast(study: Study, folder: Path | None, execution: ExecutionOptions) -> 
     size = study.recipe.model.vocab_size if folder is None else vocab_size(study, folder)
     known = read_known(study, execution.known) | ({} if folder is None else read_taken(study, folder))
     runs = [cell for cell in study.cells if not study.refusal(cell) and not is_finished(folder, cell, known)]
+    is_here = bool(runs) and not plan.download_command(study.recipe.data)
+    with_data(study, folder, execution.known, DataFingerprint.of(corpus_of(study.recipe.data)) if is_here else None)
     jobs, threads = execution.settled(study.recipe, len(runs))
     with pinned(jobs * threads or torch.get_num_threads()):
         share = plan.GPU_SHARE if torch.cuda.is_available() else plan.CPU_SHARE

@@ -13,6 +13,7 @@ import temper
 from temper.mixers import Mixer
 from temper.registry import unknown
 from temper_lab import plugins
+from temper_lab.data import DataFingerprint
 from temper_lab.io import FileError, atomic_write, brief, dumps, entry, read_json
 from temper_lab.method import Method
 from temper_lab.model import ModelConfig
@@ -35,6 +36,7 @@ class Study:
         recipe: the recipe that all runs share, apart from preset, streams, router, seed and varied fields.
         commands: the commands that made and extended this study.
         claims: the claims to test.
+        data: the data of all runs; None until the first of them, or if it is from before they were recorded.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Study:
     grid: Grid
     commands: tuple[str, ...] = ()
     claims: tuple[Claim, ...] = ()
+    data: DataFingerprint | None = None
 
     def __post_init__(self) -> None:
         if self.recipe.model.router:
@@ -172,6 +175,7 @@ class Study:
             "commands": [*self.commands],
             "grid": [block.to_dict() for block in self.grid],
             "claims": [claim.to_dict() for claim in self.claims],
+            "data": self.data.to_dict() if self.data else None,
             "recipe": self.recipe.to_dict(),
             "imports": plugins.modules_of([method.options for method in self.methods]),
         }
@@ -193,10 +197,14 @@ class Study:
         commands = entry(content, "commands", list, path)
         if not all(isinstance(command, str) for command in commands):
             raise FileError(f"{path}: 'commands' is {brief(commands)}; expected a list of texts")
-        # Studies of earlier versions have no claims.
+        # Studies of earlier versions have no claims and do not record their data.
         claims = read_claims(content.get("claims", []))
+        try:
+            data = DataFingerprint.from_dict(content["data"]) if content.get("data") else None
+        except ValueError as error:
+            raise FileError(f"{path}: {error}") from error
         with plugins.recorded(content.get("imports")):
-            return cls(entry(content, "name", str, path), recipe, grid, tuple(commands), claims)
+            return cls(entry(content, "name", str, path), recipe, grid, tuple(commands), claims, data)
 
 
 @cache

@@ -32,7 +32,7 @@ def main(folder: Path, key: str, threads: int, modules: Sequence[str] = ()) -> i
                 raise ValueError(f"{folder} is no study with a run {key}")
             run = run_folder(folder, cell)
             recipe = study.recipe_of(cell, folder, threads)
-            return train(recipe, run.path, resume=run.is_run, recipe_name=study.name)
+            return train(recipe, run.path, resume=run.is_run, recipe_name=study.name, data=study.data)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ from temper_lab.io import (
 )
 
 if TYPE_CHECKING:
+    from temper_lab.data import DataFingerprint
     from temper_lab.recipe import Recipe
 
 # The limit per file; a million steps take about 150 MB.
@@ -167,6 +168,16 @@ class RunFolder:
     def recipe(self) -> dict[str, Any]:
         """The recipe that `run.json` holds, as plain values."""
         return entry(self.read(), "recipe", dict, self.path / FILE_NAME)
+
+    def data(self) -> DataFingerprint | None:
+        """The data of the run; None if it is from before they were recorded."""
+        from temper_lab.data import DataFingerprint
+
+        try:
+            found = self.read().get("data")
+            return None if found is None else DataFingerprint.from_dict(found)
+        except ValueError as error:
+            raise FileError(f"{self.path / FILE_NAME}: {error}") from error
 
     def write(self, **changes: Any) -> None:
         """Changes some entries of `run.json`, atomically."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from temper import observe
 from temper_lab import engine, plugins
 from temper_lab.console import Bar, StopSignal, duration, keep_freed_memory, peak_memory, size, tell, waiting
-from temper_lab.data import Corpus, Loader, validation_batches
+from temper_lab.data import Corpus, DataFingerprint, Loader, validation_batches
 from temper_lab.distributed import ParallelModel, World, precision, process_group
 from temper_lab.eval import bits_per_byte
 from temper_lab.io import entry, recover
@@ -410,8 +410,19 @@ def _single(value: Tensor) -> Tensor:
     return value.float() if value.dtype == torch.float64 else value
 
 
-def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name: str = "recipe") -> int:
-    """Trains in a folder, or resumes there; returns 0 when finished, 128 + the signal when interrupted."""
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    recipe_name: str = "recipe",
+    data: DataFingerprint | None = None,
+) -> int:
+    """Trains in a folder, or resumes there; returns 0 when finished, 128 + the signal when interrupted.
+
+    Args:
+        data: the data that the run has to have; by default those that there are.
+    """
     folder = RunFolder(Path(out))
     stop = StopSignal()
     keep_freed_memory()
@@ -429,16 +440,22 @@ def train(recipe: Recipe, out: str | Path, *, resume: bool = False, recipe_name:
             _check_start(recipe)
 
         def claim() -> None:
+            here = DataFingerprint.of(corpus)
+            if data is not None and (changes := data.changes(here)):
+                raise ValueError(
+                    f"the data are not those of the study any more: {'; '.join(changes)}. Restore them first"
+                )
             folder.begin(resume=resume)
             stack.enter_context(folder.claimed())
             recover(folder.path)
             recover(folder.checkpoints)
             if resume:
-                refuse_changes(folder, recipe)
+                refuse_changes(folder, recipe, here)
             about = {"recipe_name": recipe_name, "recipe": recipe.to_dict(), "seed": recipe.train.seed}
             about |= {"method": recipe.model.method, "imports": plugins.modules_of(recipe.model.to_dict())}
             about |= {"versions": run_dir.versions(), "processes": world.size}
-            started = {} if resume else {"started": run_dir.now(), "best_bpb": None, "step": 0}
+            new = {"started": run_dir.now(), "best_bpb": None, "step": 0, "data": here.to_dict()}
+            started = {} if resume else new
             folder.write(**about, **started, status="running", error=None)
 
         world.on_rank0(claim)
@@ -479,8 +496,8 @@ def _check_start(recipe: Recipe) -> None:
         raise ValueError(f"train.start {start} was trained with a tokenizer of its own: --tokenizer.path {start}")
 
 
-def refuse_changes(folder: RunFolder, recipe: Recipe) -> None:
-    """Raises ValueError if a run has another recipe."""
+def refuse_changes(folder: RunFolder, recipe: Recipe, here: DataFingerprint) -> None:
+    """Raises ValueError if a run has another recipe or other data."""
     before = Recipe.from_dict(folder.recipe(), str(folder.path))
     # Threads, processes and the tokenizer's location are not part of a recipe; the tokenizer's content is.
     ignoring = ["train.threads", "train.parallel", "train.replicas"]
@@ -488,6 +505,12 @@ def refuse_changes(folder: RunFolder, recipe: Recipe) -> None:
         ignoring.append("tokenizer.path")
     if changes := before.changes(recipe, ignoring):
         raise ValueError(f"{folder.path} is a run of another recipe, so it is not resumed: {'; '.join(changes)}")
+    # The data of a run from before they were recorded are compared with those of its checkpoint, by the loader.
+    if (data := folder.data()) and (changes := data.changes(here)):
+        raise ValueError(
+            f"{folder.path} was trained on other data, so it is not resumed: {'; '.join(changes)}. Restore them, or "
+            "start again in a new folder"
+        )
 
 
 def _is_same_tokenizer(mine: Path, other: str) -> bool:
