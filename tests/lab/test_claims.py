@@ -220,9 +220,9 @@ def test_a_study_that_goes_on_leaves_its_claims_open_with_what_there_is():
         (0, "Open: no seed has all of the runs that it takes (4 are planned)"),
     ):
         runs = entries("residual", 3 if finished < 4 else 4, 2.0) + entries("mhc", finished, 1.9)
-        # One that failed or was skipped is not waited for.
-        runs += [run_entry("residual", seed=9, bpb=2.0), run_entry("mhc", 4, 9, status="failed")]
-        content = computed(results(runs, claims=[claim("better", record=RECORD)]))
+        # Seeds that were not planned do not count, whatever they say.
+        runs += [run_entry("residual", seed=9, bpb=2.0), run_entry("mhc", 4, 9, bpb=5.0)]
+        content = computed(results(runs, claims=[claim("better", planned=[[0, 1, 2, 3]], record=RECORD)]))
         (finding,) = content.claims[0].findings
         assert finding.sentence.startswith(words)
         assert (finding.seeds, finding.planned) == (finished, 4)
@@ -234,6 +234,48 @@ def test_a_study_that_goes_on_leaves_its_claims_open_with_what_there_is():
         text = as_markdown(content.tables["claims"])
         assert (f"| {finished} of 4 |" in text) == ("so far" in text) == (finished < 4)
         assert any("1 of 1 claims wait" in line for line in explanation(content.claims)) == (finished < 4)
+
+
+@pytest.mark.parametrize("planned", [[[0, 1, 2, 3]], None], ids=["planned", "earlier version"])
+def test_failed_runs_and_missing_seeds_leave_a_claim_open_and_are_named(planned):
+    bpbs = {"residual": 2.0, "mhc": 1.9}
+    runs = [run_entry(method, 4, seed, bpb=bpb + seed / 50) for method, bpb in bpbs.items() for seed in range(3)]
+    plan = {} if planned is None else {"planned": planned}
+    runs += [run_entry("residual", seed=3), run_entry("mhc", 4, 3, status="failed", reason="loss is nan")]
+    (outcome,) = outcomes(viewed(results(runs, claims=[claim("better", **plan)])))
+    assert (outcome.verdict, outcome.so_far, outcome.standing) == ("open", "shown", "open, 3 of 4 seeds")
+    assert claim_lines([outcome])[1].startswith("c OPEN, 3 of 4 seeds: ")
+    assert outcome.findings[0].sentence.startswith("Open: 3 of 4 seeds have finished; so far mhc is better")
+    assert outcome.findings[0].sentence.endswith(" Failed: mhc-n4-s3 (loss is nan).")
+    # A study that was narrowed, by --seeds 0 1, has not shown what was planned with four; that its grid was all that
+    # was planned is believed of a file that does not say more.
+    (outcome,) = outcomes(viewed(results([run for run in runs if run["seed"] < 2], claims=[claim("better", **plan)])))
+    assert outcome.verdict == ("shown" if planned is None else "open")
+    if planned:
+        assert outcome.findings[0].sentence.endswith(" Planned, but not in this study: seeds 2 3.")
+
+
+def test_the_least_complete_test_is_that_of_the_table():
+    runs = [run_entry("residual", seed=seed, bpb=2.0) for seed in range(5)]
+    runs += [run_entry("mhc", n, seed, bpb=1.9) for n, count in ((4, 3), (8, 2)) for seed in range(count)]
+    planned = {"planned": [[0, 1, 2, 3, 4], [0, 1]]}
+    found = outcomes(viewed(results(runs, claims=[claim("better", streams=[4, 8], **planned)])))
+    assert [one.verdict for one in found[0].findings] == ["open", "shown"]
+    assert found[0].standing == "open, 3 of 5 seeds"
+    assert "| 3 of 5 |" in as_markdown(computed(results(runs, claims=[found[0].claim.to_dict()])).tables["claims"])
+
+
+def test_the_grid_of_the_recipe_plans_the_seeds():
+    section = {"streams": [4, 8], "grid": [{"seeds": [2, 0, 1]}, {"methods": ["mhc"], "streams": [4], "seeds": [7]}]}
+    asked = [claim("flat", "pairs", methods=["mhc", "kromhc"]), claim("grows", "trend", streams=[4, 8])]
+    section["claims"] = asked
+    pairs, trend = claims_of(section, recipe.load("demo"), "x")
+    # Seed 7 has no run to be compared with.
+    assert (pairs.planned, trend.planned) == (((0, 1, 2),), ((0, 1, 2),))
+    # Written into the study and read again; a claim keeps the seeds that it came with.
+    study = demo((pairs,))
+    assert Claim.from_dict(json.loads(json.dumps(pairs.to_dict()))) == pairs
+    assert study.extended(study.grid, "again", (replace(pairs, planned=((0, 1),)),)).claims == (pairs,)
 
 
 def test_seeds_that_agree_exactly():
@@ -287,7 +329,7 @@ def made_up(claims=None, **changes):
 
 
 CLAIMS = [
-    claim("better", "routing-helps", streams=[4, 8], record=RECORD),
+    claim("better", "routing-helps", streams=[4, 8], planned=[[0, 1, 2, 3]] * 2, record=RECORD),
     claim("equivalent", "hc-is-residual", methods=["hc"], record=RECORD),
     claim("grows", "deeper-is-better", along="model.depth", values=[2, 3, 8], record=RECORD),
     claim("grows", "wider-is-better", along="streams", streams=[4, 8], record=RECORD | {"runs_started": 3}),
@@ -394,7 +436,10 @@ def test_a_claim_that_cannot_be_read_is_an_error(tmp_path, capsys):
         ({"against": "mhc"}, "mhc is compared with itself"),
         ({"streams": [8]}, "the grid has no mhc at N = 8; expected some of 4"),
         ({"streams": 4}, "streams is 4; expected a list of whole numbers >= 2"),
-        ({"record": RECORD}, "has a record; expected none in a recipe"),
+        ({"record": RECORD}, "has a record or planned seeds; expected none in a recipe"),
+        ({"planned": [[0]]}, "has a record or planned seeds; expected none in a recipe"),
+        ({"planned": [[0], [0]]}, "planned has 2 lists of seeds; expected one for each test, 1"),
+        ({"planned": [0]}, r"planned is \[0\]; expected the seeds of each test"),
         ({"record": {"added": 3}}, "record is .*expected added, runs_started"),
     ],
 )

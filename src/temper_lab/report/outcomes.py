@@ -14,9 +14,6 @@ from temper_lab.report.view import StudyView
 from temper_lab.study.claims import OPEN, REFUTED, ROUTING, SHOWN, STREAMS, Finding, Outcome, judge
 from temper_lab.study.results import Run
 
-# The statuses of runs that may still finish.
-COMING = ("waiting", "interrupted", "killed")
-
 
 def outcomes(study: StudyView) -> list[Outcome]:
     """Tests every claim of results.json on its runs."""
@@ -38,11 +35,17 @@ def outcomes(study: StudyView) -> list[Outcome]:
         asked = runs(method, num_streams, settings)
         return {run.seed: run.bpb for run in asked if run.is_finished and run.bpb is not None}
 
-    def planned(method: str, num_streams: int, settings: Mapping[str, Any]) -> dict[int, float]:
-        asked = runs(method, num_streams, settings)
-        return {run.seed: 0.0 for run in asked if run.status in COMING or (run.is_finished and run.bpb is not None)}
+    def there(method: str, num_streams: int, settings: Mapping[str, Any]) -> dict[int, str | None]:
+        return {run.seed: _failure(run) for run in runs(method, num_streams, settings)}
 
-    return judge(study.results.claims, bpb, planned)
+    return judge(study.results.claims, bpb, there)
+
+
+def _failure(run: Run) -> str | None:
+    """The name of a run that will have no number, with the reason; None for one that has it or may still have it."""
+    if run.status in ("failed", "skipped"):
+        return f"{run.key} ({run.reason or run.status})"
+    return f"{run.key} (finished without a number)" if run.is_finished and run.bpb is None else None
 
 
 def claims_table(found: Sequence[Outcome]) -> Table:
@@ -54,8 +57,8 @@ def claims_table(found: Sequence[Outcome]) -> Table:
             "kind": one.claim.kind,
             "verdict": one.verdict,
             "so_far": one.so_far,
-            "seeds": min(finding.seeds for finding in one.findings),
-            "planned": min(finding.planned for finding in one.findings),
+            "seeds": one.least.seeds,
+            "planned": one.least.planned,
             **{f"tests_{verdict}": _count(one, verdict) for verdict in (SHOWN, REFUTED, OPEN)},
             "p": one.p,
             "p_holm": one.p_holm,
@@ -76,8 +79,8 @@ def claims_table(found: Sequence[Outcome]) -> Table:
         Column("written", lambda row: row["added"] or DASH, "added", is_text=True),
     )
     note = (
-        "Shown if all tests of a claim are shown, refuted if one is, else open; a test is open until all runs that it "
-        "takes have finished. p is the largest of them, since all "
+        "Shown if all tests of a claim are shown, refuted if one is, else open; a test is open until all its planned "
+        "runs have finished, and takes no others. p is the largest of them, since all "
         f"have to be shown, and is corrected by Holm for the {len(found)} claims of this study. Verdicts are not "
         "corrected."
     )
@@ -103,7 +106,7 @@ def tests_table(found: Sequence[Outcome]) -> Table:
     note = (
         "bpb of the method minus bpb of `against`, paired by seed, so below 0 is better; for grows and shrinks, the "
         "gain (`against` minus method) per doubling of the axis. Student t over seeds. A 90% interval is that of a "
-        "one-sided test at 5%. p is of the test that would show the claim. A test whose runs have not all "
+        "one-sided test at 5%. p is of the test that would show the claim. A test whose planned runs have not all "
         "finished stays open, and its numbers are those of the seeds so far."
     )
     return Table("claim-tests", "Tests of the claims", tuple(rows), columns, note, ("claim",))
@@ -139,7 +142,7 @@ def claim_lines(found: Sequence[Outcome]) -> list[str]:
     counts = ", ".join(f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in VERDICTS)
     lines = [f"{len(found)} claim{'s' if len(found) != 1 else ''}: {counts}."]
     for one in found:
-        lines.append(f"{one.claim.name} {one.verdict.upper()}: {one.claim.text}")
+        lines.append(f"{one.claim.name} {one.standing.replace(one.verdict, one.verdict.upper(), 1)}: {one.claim.text}")
         lines += [f"  {finding.sentence}" for finding in one.findings]
     return lines
 
@@ -154,8 +157,9 @@ def explanation(found: Sequence[Outcome]) -> list[str]:
     ]
     if waiting := sum(not one.is_complete for one in found):
         lines.append(
-            f"{waiting} of {len(found)} claims wait for runs that have not finished, and are open until then: a "
-            "verdict before the last seed would be one of several looks. Their numbers are those of the seeds so far."
+            f"{waiting} of {len(found)} claims wait for planned runs that have not finished, failed or are not in this "
+            "study, and are open until these are there: a verdict before the last seed would be one of several looks. "
+            "Their numbers are those of the seeds so far."
         )
     if not late:
         dates = " and ".join(sorted({record.added for record in records if record}))

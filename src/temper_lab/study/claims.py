@@ -23,6 +23,8 @@ COMMON = ("name", "text", "kind", "methods", "streams")
 
 # The final bpb by seed of a method at N, with these fields of the recipe changed.
 Lookup = Callable[[str, int, Mapping[str, Any]], Mapping[int, float]]
+# The seeds of all runs of a method at N, finished or not, each with the name of its run if that failed.
+Runs = Callable[[str, int, Mapping[str, Any]], Mapping[int, str | None]]
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Claim:
         against: the method that they are compared with; empty for kinds that compare the methods with each other.
         limit: the kind's `margin` or `by`, in bpb.
         along, values: the axis of a trend and its values; of `streams`, the values are `streams`.
+        planned: the seeds of each of its tests, those that the grid of its recipe has; empty if it is of a study from
+            before they were recorded.
         record: None until the claim is part of a study.
     """
 
@@ -79,18 +83,39 @@ class Claim:
     limit: float = 0.0
     along: str = ""
     values: tuple[float, ...] = ()
+    planned: tuple[tuple[int, ...], ...] = ()
     record: Record | None = None
 
     @property
     def rule(self) -> type[Kind]:
         return Kind.named(self.kind)
 
+    @property
+    def statement(self) -> Claim:
+        """The claim as it is written down, without what a study adds."""
+        return replace(self, planned=(), record=None)
+
+    def needs(self) -> list[list[tuple[str, int, Mapping[str, Any]]]]:
+        """The methods, N and changed fields of the runs that each of its tests takes."""
+        asked: list[tuple[str, int, Mapping[str, Any]]] = []
+
+        def ask(*run: Any) -> dict[int, float]:
+            asked.append(run)
+            return {}
+
+        found = []
+        for _ in self.rule.samples(self, ask):
+            found.append([*asked])
+            asked.clear()
+        return found
+
     def to_dict(self) -> dict[str, Any]:
-        """The table of the claim as a recipe has it, with its record."""
+        """The table of the claim as a recipe has it, with its planned seeds and its record."""
         own = {"against": self.against, self.rule.limit: self.limit, "along": self.along, "values": [*self.values]}
         values: dict[str, Any] = {"name": self.name, "text": self.text, "kind": self.kind}
         values |= {"methods": [*self.methods], "streams": [*self.streams]}
         values |= {key: own[key] for key in self.rule.options if own[key] not in ("", [])}
+        values |= {"planned": [[*seeds] for seeds in self.planned]} if self.planned else {}
         return values | ({"record": self.record.to_dict()} if self.record else {})
 
     @classmethod
@@ -120,6 +145,7 @@ class Claim:
                 "streams": {"type": "array", "items": counts},
                 **{name: {"type": "number", "minimum": 0} for name in ("margin", "by")},
                 "values": {"type": "array", "items": {"type": "number"}},
+                "planned": {"type": "array", "items": {"type": "array", "items": counts}},
                 "record": {"type": "object", "properties": record, "required": [*record]},
             },
             "required": [*COMMON],
@@ -128,10 +154,10 @@ class Claim:
     @classmethod
     def _read(cls, values: Mapping[str, Any]) -> Claim:
         rule = Kind.named(values.get("kind", ""))
-        known = (*COMMON, *rule.options, "record")
+        known = (*COMMON, *rule.options, "planned", "record")
         for key in values:
             if key not in known:
-                raise unknown(f"option of a claim of kind {rule.name}", key, known[:-1])
+                raise unknown(f"option of a claim of kind {rule.name}", key, known[:-2])
         if not isinstance(values.get("text"), str) or not values["text"].strip():
             raise ValueError(f"text is {values.get('text')!r}; expected a sentence for people")
         claim = cls(
@@ -146,11 +172,16 @@ class Claim:
             values=_list(values, "values", lambda value: _is_number(value) and value > 0, "numbers > 0")
             if "values" in values
             else (),
+            planned=_planned(values["planned"]) if "planned" in values else (),
             record=Record.from_dict(values["record"]) if "record" in values else None,
         )
         if claim.against in claim.methods:
             raise ValueError(f"{claim.against} is compared with itself; expected other methods")
         rule.check(claim)
+        if claim.planned and len(claim.planned) != (num_tests := len(claim.needs())):
+            raise ValueError(
+                f"planned has {len(claim.planned)} lists of seeds; expected one for each test, {num_tests}"
+            )
         return claim
 
 
@@ -323,12 +354,14 @@ class Finding:
     """The outcome of one comparison of a claim.
 
     Args:
-        planned: the seeds that it will have when all runs of the study have finished.
+        planned: the number of seeds that were planned; the verdict is that of these seeds and of no others.
         estimate: the mean over seeds; None without a seed that has all runs.
         low, high: the interval at `confidence`; None for fewer than two seeds, as is p.
         p: the p value of the test that would show it, below 0.05 exactly if it is shown so far.
         so_far: the verdict of the finished seeds. Deciding before the last seed would be repeated testing, so `verdict`
             stays open until then.
+        absent: the planned seeds for which the study lacks a run.
+        failed: the names of its runs that failed.
     """
 
     claim: Claim
@@ -339,6 +372,8 @@ class Finding:
     p: float | None
     so_far: str
     planned: int
+    absent: tuple[int, ...] = ()
+    failed: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -355,7 +390,13 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """The finding in plain English."""
+        """The finding in plain English, with the runs that failed or that the study does not have."""
+        failed = f" Failed: {', '.join(self.failed)}." if self.failed else ""
+        seeds = f"seed{'s' if len(self.absent) > 1 else ''} {' '.join(map(str, self.absent))}"
+        return f"{self._sentence}{failed}{f' Planned, but not in this study: {seeds}.' if self.absent else ''}"
+
+    @property
+    def _sentence(self) -> str:
         claim, rule = self.claim, self.claim.rule
         unit = " bpb per doubling" if rule.is_trend else " bpb"
         words = {
@@ -408,20 +449,31 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all runs that it takes have finished."""
+        """Whether all runs that were planned for it have finished."""
         return all(one.seeds == one.planned for one in self.findings)
 
+    @property
+    def least(self) -> Finding:
+        """The finding that lacks the most of its planned seeds; the one with the fewest if none lacks any."""
+        return min(self.findings, key=lambda one: (one.seeds - one.planned, one.seeds))
 
-def judge(claims: Sequence[Claim], bpb: Lookup, planned: Lookup | None = None) -> list[Outcome]:
-    """Tests every claim on the finished runs.
+    @property
+    def standing(self) -> str:
+        """The verdict, with the seeds of a claim that waits for some."""
+        return self.verdict if self.is_complete else f"{self.verdict}, {self.least.seeds} of {self.least.planned} seeds"
+
+
+def judge(claims: Sequence[Claim], bpb: Lookup, runs: Runs | None = None) -> list[Outcome]:
+    """Tests every claim on the finished runs of its planned seeds.
 
     Args:
-        planned: the same lookup including the seeds of unfinished runs; by default the finished ones.
+        runs: the runs that the study has; by default the finished ones.
     """
-    found = []
-    for claim in claims:
-        pairs = zip(claim.rule.samples(claim, bpb), claim.rule.samples(claim, planned or bpb), strict=True)
-        found.append(tuple(_find(claim, sample, len(whole.by_seed)) for sample, whole in pairs))
+
+    def finished(method: str, num_streams: int, settings: Mapping[str, Any]) -> dict[int, str | None]:
+        return dict.fromkeys(bpb(method, num_streams, settings))
+
+    found = [tuple(_findings(claim, bpb, runs or finished)) for claim in claims]
     ps = [_largest([one.p for one in findings]) for findings in found]
     corrected = holm([1.0 if p is None else p for p in ps])
     return [
@@ -446,18 +498,34 @@ def joined(known: Sequence[Claim], more: Sequence[Claim]) -> tuple[Claim, ...]:
     by_name = {claim.name: claim for claim in known}
     for claim in more:
         there = by_name.setdefault(claim.name, claim)
-        if replace(there, record=None) != replace(claim, record=None):
-            before, now = there.to_dict(), claim.to_dict()
+        if there.statement != claim.statement:
+            before, now = there.statement.to_dict(), claim.statement.to_dict()
             changes = [
                 f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
                 for key in {**before, **now}
-                if key != "record" and before.get(key) != now.get(key)
+                if before.get(key) != now.get(key)
             ]
             raise ValueError(
                 f"claim {claim.name} is in the study already and would change: {'; '.join(changes)}. A claim stays as "
                 "it was written before the runs; give the new one a name of its own"
             )
     return tuple(by_name.values())
+
+
+def _findings(claim: Claim, bpb: Lookup, runs: Runs) -> Iterator[Finding]:
+    """The finding of each test of a claim."""
+    samples, tests = claim.rule.samples(claim, bpb), claim.needs()
+    for place, (sample, needs) in enumerate(zip(samples, tests, strict=True)):
+        there = [runs(*run) for run in needs]
+        # A study from before plans were recorded has the runs that were planned.
+        planned = claim.planned[place] if claim.planned else sorted(set.intersection(*map(set, there)))
+        mine = {seed: value for seed, value in sample.by_seed.items() if seed in planned}
+        failed = dict.fromkeys(name for seeds in there for seed in planned if (name := seeds.get(seed)))
+        yield replace(
+            _find(claim, replace(sample, by_seed=mine), len(planned)),
+            absent=tuple(seed for seed in planned if any(seed not in seeds for seeds in there)),
+            failed=tuple(failed),
+        )
 
 
 def _find(claim: Claim, sample: Sample, planned: int) -> Finding:
@@ -523,6 +591,12 @@ def _text(values: Mapping[str, Any], name: str, expected: str) -> str:
     if not isinstance(given, str) or not given:
         raise ValueError(f"{name} is {given!r}; expected {expected}")
     return given
+
+
+def _planned(values: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(values, list) or not all(isinstance(seeds, list) and all(map(is_int, seeds)) for seeds in values):
+        raise ValueError(f"planned is {values!r}; expected the seeds of each test")
+    return tuple(map(tuple, values))
 
 
 def _limit(values: Mapping[str, Any], name: str) -> float:

@@ -245,8 +245,8 @@ def with_records(study: Study, files: Sequence[Path]) -> Study:
     records: dict[Claim, Record | None] = {}
     for path in files:
         for claim in Results.read(path).claims:
-            records.setdefault(replace(claim, record=None), claim.record)
-    claims = (replace(claim, record=claim.record or records.get(claim)) for claim in study.claims)
+            records.setdefault(claim.statement, claim.record)
+    claims = (replace(claim, record=claim.record or records.get(claim.statement)) for claim in study.claims)
     return replace(study, claims=tuple(claims))
 
 

@@ -213,21 +213,23 @@ def _model(model: ModelConfig, method: Method, num_streams: int) -> ModelConfig:
 
 
 def claims_of(values: Mapping[str, Any], recipe: Recipe, source: str) -> tuple[Claim, ...]:
-    """The claims of a section [compare], about runs of its grid; raises ValueError."""
+    """The claims of a section [compare], with the seeds that its grid plans for them; raises ValueError."""
     if "claims" not in values:
         return ()
     study = Study("", recipe, read_grid(values, recipe, source))
     try:
         claims = read_claims(values["claims"])
-        if known := [claim.name for claim in claims if claim.record]:
-            raise ValueError(f"claim {known[0]} has a record; expected none in a recipe: the study keeps it")
+        if known := [claim.name for claim in claims if claim.record or claim.planned]:
+            raise ValueError(
+                f"claim {known[0]} has a record or planned seeds; expected none in a recipe: the study keeps them"
+            )
         return tuple(_checked(claim, study) for claim in claims)
     except ValueError as error:
         raise ValueError(f"{source}: [compare] {error}") from error
 
 
 def _checked(claim: Claim, study: Study) -> Claim:
-    """The claim with its methods in their one spelling; raises ValueError if the grid lacks a run of it."""
+    """The claim with its methods in their one spelling and its seeds; ValueError if the grid lacks a run of it."""
     fields = {
         f"{section}.{key}": value for section, part in study.recipe.to_dict().items() for key, value in part.items()
     }
@@ -246,9 +248,10 @@ def _checked(claim: Claim, study: Study) -> Claim:
         if not at:
             raise _missing(f"{text} at N = {num_streams}", sorted({cell.num_streams for cell in cells}))
         wanted = differing(settings.items(), method)
-        if not any(differing(_vary(cell), method) == wanted for cell in at):
+        seeds = [cell.seed for cell in at if differing(_vary(cell), method) == wanted]
+        if not seeds:
             raise _missing(f"{text} with {_words(settings.items())}", sorted({_words(_vary(cell)) for cell in at}))
-        return {}
+        return dict.fromkeys(seeds, 0.0)
 
     try:
         if claim.along not in ("", STREAMS, *fields):
@@ -256,11 +259,11 @@ def _checked(claim: Claim, study: Study) -> Claim:
         spelled: dict[str, Any] = {"methods": [str(Method.parse(text)) for text in claim.methods]}
         if claim.against:
             spelled["against"] = str(Method.parse(claim.against))
-        # The test itself is run on the grid to find the runs that it needs.
-        list(claim.rule.samples(claim, find))
+        # The test itself is run on the grid to find the runs that it needs, and the seeds that have them all.
+        planned = [sorted(sample.by_seed) for sample in claim.rule.samples(claim, find)]
     except ValueError as error:
         raise ValueError(f"claim {claim.name}: {error}") from error
-    return Claim.from_dict({**claim.to_dict(), **spelled})
+    return Claim.from_dict({**claim.to_dict(), **spelled, "planned": planned})
 
 
 def _missing(what: str, known: Collection[Any]) -> ValueError:
