@@ -96,7 +96,7 @@ def test_the_study_of_the_results_page_is_the_recipe_that_was_trained():
     for name in ("study-cpu", "lr-routing"):
         data = Results.read(ROOT / "docs" / "results" / f"{name}.json").data
         assert data is not None, name
-        assert data.changes(DataFingerprint.of(corpus_of(settings))) == [], name
+        assert data.changes(DataFingerprint.of(corpus_of(settings.data))) == [], name
 
 
 def test_a_study_written_and_read_is_the_same(tmp_path):
