@@ -213,6 +213,34 @@ def test_sites_are_chained_where_the_kernels_fit(num_streams, dtype, is_chained,
     assert ("streams_write_backward" in backward) == is_chained_backward == ("streams_backward" not in backward)
 
 
+@pytest.mark.parametrize("num_streams", [2, 3, 4, 8, 16])
+def test_the_self_check_runs_every_loop(num_streams, monkeypatch):
+    """As large sites do, at the tiles of every GPU: what is split is split, and no loop ends before its third round."""
+    monkeypatch.setattr(check, "definition", lambda *_: {})
+    monkeypatch.setattr(check, "fold_errors", lambda *_: {})
+    monkeypatch.setattr(check, "_found", {})
+    site, seen = temper.HyperConnection(temper.preset("temper-cp", num_streams=num_streams, dim=4096)), set()
+    # Tiles of float32 streams have half as many features.
+    for target in tiles.TARGETS:
+        monkeypatch.setattr(tiles, "target_of", lambda device, target=target: target)
+        check._found.clear()
+        with launch.recorded() as found:
+            assert check.passes(site.spec, site.mixer, torch.bfloat16, torch.device("cpu"))
+        ((_, spec, _),) = check._found
+        for name, grid, given, *_ in found:
+            seen.add(name)
+            if "CHUNK" in given:
+                assert grid[1] >= 2, (target, name)
+                assert given["CHUNK"] // given.get("BF", given.get("BD")) >= 3, (target, name)
+            elif name.startswith(("read_backward", "write_backward", "streams_write_backward")):
+                assert spec.dim > 2 * given["BD"], (target, name)
+            # Without parts nothing is summed over tokens.
+            elif "TILES" in given and given.get("HAS_PARTS", True):
+                assert given["TILES"] >= 3, (target, name)
+                assert given["TILES"] * given["BT"] < check.TOKENS, (target, name)
+    assert {"project", "write_project", "heads_backward", "maps_backward", "streams_backward"} <= seen
+
+
 @pytest.mark.parametrize(
     ("num_streams", "generator", "passes"), [(4, "cp", 3), (4, "dense", 4), (8, "cp", 3), (16, "cp", 4)]
 )

@@ -18,7 +18,7 @@ import temper
 # First: it decides that kernels are interpreted.
 import triton_interpreter
 from temper.ops import backend, gpu
-from temper.ops.gpu import check, kernels, operators
+from temper.ops.gpu import check, kernels, launch, operators
 
 DIM = 16
 # The one after it, as `fused` is on a GPU.
@@ -29,7 +29,7 @@ triton = backend.BACKENDS["triton"]
 def pretend():
     """From here on, CPU tensors are what the kernels are for."""
     triton_interpreter.setup()
-    check.TOKENS = 5
+    check.TOKENS, check.FEATURES, launch.CHUNK = 5, 16, 128
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
     gpu._obstacle = lambda: None
     library = torch.library.Library("temper", "IMPL")
@@ -161,31 +161,28 @@ def wrong_kernel():
     """A kernel that writes something else is found before it is used, once, and `fused` takes over."""
 
     class Wrong:
+        def __init__(self, name, harm):
+            self.original, self.harm = kernels.KERNELS[name], harm
+
         def __getitem__(self, grid):
             def call(**arguments):
-                original[grid](**arguments)
-                arguments["x"].mul_(1.01)
+                self.original[grid](**arguments)
+                self.harm(arguments)
 
             return call
 
-    original = kernels.KERNELS["read"]
-    kernels.KERNELS["read"] = Wrong()
-    _falls_back("x is off by")
-    kernels.KERNELS["read"] = original
-    # Folding is checked, too.
-    check._found.clear()
-    original_fold = kernels.KERNELS["fold_small_backward"]
-
-    class WrongFold:
-        def __getitem__(self, grid):
-            def call(**arguments):
-                original_fold[grid](**arguments)
-                arguments["d_res"][5].mul_(1.01)
-
-            return call
-
-    kernels.KERNELS["fold_small_backward"] = WrongFold()
-    _falls_back("] is off by")
+    wrong = (
+        ("read", lambda arguments: arguments["x"].mul_(1.01), "x is off by"),
+        # Features that another program projects than the first.
+        ("project", lambda arguments: arguments["z"][1:].mul_(0.5), "x is off by"),
+        # Folding is checked, too.
+        ("fold_small_backward", lambda arguments: arguments["d_res"][5].mul_(1.01), "] is off by"),
+    )
+    for name, harm, reason in wrong:
+        kernels.KERNELS[name] = Wrong(name, harm)
+        _falls_back(reason)
+        kernels.KERNELS[name] = kernels.KERNELS[name].original
+        check._found.clear()
 
 
 def compile_error():

@@ -1,7 +1,8 @@
-"""Self-check: before a kind of site first runs on a GPU, a small case is compared there with the definition.
+"""Self-check: before a kind of site first runs on a GPU, a case is compared there with the definition.
 
-Every operation and folding, outputs and gradients, once for each device, spec and dtype in a process (and so for each
-version of triton). Where the kernels differ or do not compile there is one warning, and `fused` runs the site.
+The case is small, but every loop runs several times, and what is split at large sizes is split. Every operation and
+folding, outputs and gradients, once for each device, spec and dtype in a process (and so for each version of triton).
+Where the kernels differ or do not compile there is one warning, and `fused` runs the site.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 # In units of the largest entry: approximate division and exponentials in float32, a rounding or two in bfloat16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float64: 1e-9}
-TOKENS = 37
+# At the tiles of every GPU at least two tiles of tokens in each of two shares, and three of features in any loop.
+TOKENS, FEATURES = 261, 640
 
 # The failure by device, spec and dtype; None where the check passed.
 _found: dict[tuple[Any, ...], str | None] = {}
@@ -31,16 +33,12 @@ _found: dict[tuple[Any, ...], str | None] = {}
 
 def passes(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels are correct for this spec on this device; cached after the first check."""
-    # The number of features is a run-time number to the kernels, except for what it is modulo 16.
-    dim = 64 + spec.dim % 16
-    generators = None if spec.generators is None else (spec.num_streams, dim, *spec.generators[2:])
-    small = dataclasses.replace(spec, dim=dim, generators=generators)
-    key = (device, small, dtype)
+    key = (device, checked(spec), dtype)
     if key not in _found:
         # The user's mistake, not the kernels'.
         tiles.check_file(device)
         try:
-            _found[key] = _difference(small, mixer, dtype, device)
+            _found[key] = _difference(key[1], mixer, dtype, device)
         except Exception as error:  # compilers fail in many ways, and training should go on
             _found[key] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if _found[key] is not None:
@@ -56,6 +54,15 @@ def passes(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.devic
 
 # The effect of torch.compiler.assume_constant_result, without importing the compiler.
 passes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def checked(spec: SiteSpec) -> SiteSpec:
+    """The spec of the case that stands for a spec."""
+    # The number of features is a run-time number to the kernels, except for what it is modulo 16. More than one program
+    # projects them.
+    dim = max(FEATURES, 16 * (launch.CHUNK // (16 * spec.num_streams) + 1)) + spec.dim % 16
+    generators = None if spec.generators is None else (spec.num_streams, dim, *spec.generators[2:])
+    return dataclasses.replace(spec, dim=dim, generators=generators)
 
 
 def failures() -> list[str]:
@@ -74,7 +81,7 @@ def _name(device: torch.device) -> str:
 def _difference(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.device) -> str | None:
     # Independent of the caller's modes (a trial on fake tensors is one), of autocast and of the random state.
     calm = torch.inference_mode(False), torch.autocast(device.type, enabled=False)
-    with _disable_current_modes(), calm[0], calm[1], torch.no_grad():
+    with _disable_current_modes(), calm[0], calm[1], torch.no_grad(), launch.two_shares():
         errors = _site_errors(spec, mixer, dtype, device) if spec.num_rows else mixer_errors(spec, mixer, dtype, device)
         wrong = {name: error for name, error in errors.items() if not error <= TOLERANCES[dtype]}
         if spec.generators is not None:
