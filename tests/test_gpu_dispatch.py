@@ -17,6 +17,7 @@ from temper.norm import GAINS
 from temper.ops import backend, gpu
 from temper.ops.gpu import check, fold_check, launch, tiles
 from temper_lab.bench import gpu as measure
+from temper_lab.cli.gpu_check import gpu_check
 from test_fold import Site
 
 pytestmark = pytest.mark.once
@@ -259,3 +260,66 @@ def test_the_gradient_of_few_map_rows_takes_no_pass_of_its_own(num_streams, gene
         tensor for entry in found for tensor in entry.arguments.values() if getattr(tensor, "shape", 0) == streams.shape
     ]
     assert len(shaped) == passes + 1
+
+
+@pytest.fixture
+def only_read(monkeypatch):
+    """Lets `launch.run` do one thing: `read` writes a 1, or what `read.wrong` has for its tile."""
+
+    def kernel(x, BD, **_):
+        x.fill_(kernel.wrong.get(BD, 1.0))
+        kernel.runs.append(BD)
+
+    def results(case, spec):
+        x, tile = torch.zeros(3), tiles.tile("read", 4, "sm_90")
+        launch.run(launch.Launch("read", (1,), {"x": x, "BD": tile.features}, 4, 3))
+        return {"x": x}
+
+    kernel.wrong, kernel.runs = {}, []
+    monkeypatch.setattr(launch, "resolve", lambda entry: ({(1,): lambda **given: kernel(**given)}, entry.arguments))
+    monkeypatch.setattr(check, "results", results)
+    return kernel
+
+
+def test_tuning_takes_no_tile_that_is_wrong(only_read, monkeypatch):
+    monkeypatch.setattr(measure, "_TRIED", {"read": [(4, features, 4, 3) for features in (32, 128, 64, 16)]})
+    # The earlier the faster.
+    monkeypatch.setattr(measure, "clock", lambda call, *_: (call(), [len(only_read.runs)])[1])
+    only_read.wrong = {32: float("nan"), 128: 2.0}
+    setting = measure.Setting(torch.device("cpu"), (), ((4, 16, 5),))
+    found = measure.tune(1, setting)["tiles"]["sm_90"]
+    assert found == [{"streams": 4, "kernel": "read", "tile": [4, 64, 4, 3]}]
+
+
+class Lost(torch.Tensor):
+    """A result on a GPU where a kernel has read what it must not, which is noticed whenever it is next waited for."""
+
+    def cpu(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_an_error_that_comes_late_does_not_cost_the_report(monkeypatch):
+    monkeypatch.setattr(check, "results", lambda case, spec: {"x": torch.zeros(3).as_subclass(Lost)})
+    monkeypatch.setattr(fold_check, "results", lambda case: {})
+    setting = measure.Setting(torch.device("cpu"), (("temper-cp", 2, 16, 5),), ((2, 16, 5),))
+    found = measure.report(1, setting)
+    assert [row["is_right"] for row in found["right"]] == [False, False]
+    assert "illegal memory access" in found["right"][0]["error"]
+    monkeypatch.setattr(measure, "right", lambda *_: {"is_right": True})
+    monkeypatch.setattr(measure, "_ways", lambda *_: Lost(3).cpu())
+    found = measure.report(1, setting)
+    assert found["is_right"]
+    assert "illegal memory access" in found["fast"]["error"]
+    measure.show(found)
+
+
+def test_a_report_is_written_before_anything_is_timed(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    monkeypatch.setattr(measure, "full", lambda: measure.Setting(torch.device("cpu"), (), ()))
+    monkeypatch.setattr(measure, "fast", stop)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check(tmp_path / "gpu.json")
+    assert json.loads((tmp_path / "gpu.json").read_text())["is_right"]

@@ -53,18 +53,29 @@ def _is_preset(name: str) -> bool:
     return name in temper.PRESETS
 
 
-def report(rounds: int, setting: Setting | None = None) -> dict[str, Any]:
-    """The complete report as plain JSON."""
+def report(
+    rounds: int, setting: Setting | None = None, keep: Callable[[dict[str, Any]], None] = lambda found: None
+) -> dict[str, Any]:
+    """The complete report as plain JSON.
+
+    Args:
+        keep: is given the report without times, before anything is timed.
+    """
     setting = setting or full()
     tiles.check_file(setting.device)
-    begun = time.time()
+    begun, known = time.time(), about(setting.device)
     with waiting("checking") as say:
         rows = [right(*case, dtype, setting.device, say) for case in setting.cases for dtype in setting.dtypes]
         is_right = all(row["is_right"] for row in rows)
+        found = {"about": known, "is_right": is_right, "right": rows, "fast": None}
+        keep(found)
         # Wrong kernels are not timed.
         times = fast(setting, rounds, say) if is_right else None
-    found = {"about": about(setting.device), "is_right": is_right, "right": rows, "fast": times}
-    return found | {"seconds": round(time.time() - begun, 1)}
+    return found | {"fast": times, "seconds": round(time.time() - begun, 1)}
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
 
 
 def about(device: torch.device) -> dict[str, Any]:
@@ -106,6 +117,17 @@ def right(
     """Checks one case: errors against the definition in float64 on the CPU, and whether two runs give the same bits."""
     row = {"preset": preset, "streams": num_streams, "dim": dim, "tokens": tokens, "dtype": str(dtype)[6:]}
     say(", ".join(map(str, row.values())))
+    try:
+        return row | _compared(preset, num_streams, dim, tokens, dtype, device)
+    # A compiler that fails is what this command is to find. So is a kernel that does, which may be noticed anywhere
+    # from there on, in later cases too.
+    except Exception as error:
+        return row | {"is_right": False, "error": _text(error)}
+
+
+def _compared(
+    preset: str, num_streams: int, dim: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     torch.manual_seed(0)
     site = temper.HyperConnection(temper.preset(preset, num_streams=num_streams, dim=dim))
     spec = _spec(site)
@@ -113,18 +135,15 @@ def right(
     case = check.random_case(spec, dtype, device, tokens)
     # Routing is float32 whatever the dtype of the streams.
     weights = fold_check.random_case(spec.generators, torch.float32, device)
-    try:
-        with torch.no_grad():
-            got, again = (check.results(case, spec) | fold_check.results(weights) for _ in range(2))
-    except Exception as error:  # a compiler that fails is what this command is to find
-        return row | {"is_right": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+    with torch.no_grad():
+        got, again = (check.results(case, spec) | fold_check.results(weights) for _ in range(2))
     got, again, case = ({name: value.cpu() for name, value in found.items()} for found in (got, again, case))
     errors = check.worst(got, check.definition(case, spec, site.mixer))
     fold_errors = check.worst(got, fold_check.definition(weights.cpu()))
     same = all(torch.equal(got[name], again[name]) for name in got)
     ok = same and all(error <= check.TOLERANCES[dtype] for error in errors.values())
     ok = ok and all(error <= check.TOLERANCES[torch.float32] for error in fold_errors.values())
-    return row | {"is_right": ok, "same_bits": same, "errors": errors, "fold_errors": fold_errors}
+    return {"is_right": ok, "same_bits": same, "errors": errors, "fold_errors": fold_errors}
 
 
 def _spec(site: temper.HyperConnection) -> SiteSpec:
@@ -154,13 +173,24 @@ def clock(call: Callable[[], Any], device: torch.device, rounds: int) -> list[fl
 
 
 def fast(setting: Setting, rounds: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Times every operation, and gives the fraction of the memory bandwidth that the least bytes correspond to."""
+    """Times every operation, and gives the fraction of the memory bandwidth that the least bytes correspond to.
+
+    An error ends it; the times so far are kept.
+    """
+    found: dict[str, Any] = {"copy_bytes_per_second": None, "rows": []}
+    try:
+        _time_all(found, setting, rounds, say)
+    except Exception as error:
+        found["error"] = _text(error)
+    return found
+
+
+def _time_all(found: dict[str, Any], setting: Setting, rounds: int, say: Callable[[str], None]) -> None:
     device = setting.device
     source = torch.empty(2**28 if device.type == "cuda" else 2**12, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     copy = statistics.median(clock(lambda: target.copy_(source), device, rounds))
-    bandwidth = 2 * source.numel() / (copy * 1e-3)
-    rows = []
+    bandwidth = found["copy_bytes_per_second"] = 2 * source.numel() / (copy * 1e-3)
     for num_streams, dim, tokens in setting.sizes:
         say(f"timing N={num_streams}, D={dim}")
         site = temper.HyperConnection(temper.preset("temper-cp", num_streams=num_streams, dim=dim)).to(device)
@@ -169,8 +199,8 @@ def fast(setting: Setting, rounds: int, say: Callable[[str], None] = lambda text
         for name, calls in _ways(site, tokens, device).items():
             least = floor["chained" if "chained" in name else "unchained"] * unit / bandwidth
             row = {"way": name, "streams": num_streams, "dim": dim, "tokens": tokens}
-            rows.append(row | ({"error": calls} if isinstance(calls, str) else _timed(calls, least, device, rounds)))
-    return {"copy_bytes_per_second": bandwidth, "rows": rows}
+            times = {"error": calls} if isinstance(calls, str) else _timed(calls, least, device, rounds)
+            found["rows"].append(row | times)
 
 
 def _timed(calls: Calls, least: float, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -178,7 +208,7 @@ def _timed(calls: Calls, least: float, device: torch.device, rounds: int) -> dic
     try:
         times = {part: clock(call, device, rounds) for part, call in calls.items()}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+        return {"error": _text(error)}
     total = sum(statistics.median(values) for values in times.values())
     parts = {part: {"median": statistics.median(values), "min": values[0]} for part, values in times.items()}
     return {"total_ms": total, "ms": parts, "share_of_floor": least / (total * 1e-3)}
@@ -245,12 +275,15 @@ def show(found: dict[str, Any]) -> None:
     print(f"{len(found['right']) - len(wrong)} of {len(found['right'])} cases are right")
     for row in wrong:
         print("WRONG:", {key: value for key, value in row.items() if key != "is_right"})
-    for row in (found["fast"] or {"rows": []})["rows"]:
+    times = found["fast"] or {"rows": []}
+    for row in times["rows"]:
         place = f"N={row['streams']} D={row['dim']} {row['way']:24}"
         if "error" in row:
             print(f"{place} did not run: {row['error']}")
             continue
         print(f"{place} {row['total_ms']:8.3f} ms, {row['share_of_floor']:.0%} of the floor's speed")
+    if "error" in times:
+        print(f"an error ended the timing: {times['error']}")
 
 
 # The candidates of --tune: tokens, features, warps, stages.
@@ -302,10 +335,9 @@ def _fastest(
         tile = tiles.Tile(*numbers)
         try:
             with tiles.trying(kernel, tile), torch.no_grad():
-                if any(
-                    error > check.TOLERANCES[torch.bfloat16]
-                    for error in check.worst(check.results(case, spec), exact).values()
-                ):
+                errors = check.worst(check.results(case, spec), exact).values()
+                # Not "is larger": what is not a number is wrong too.
+                if not all(error <= check.TOLERANCES[torch.bfloat16] for error in errors):
                     continue
                 taken = statistics.median(clock(lambda: check.results(case, spec), device, max(3, rounds // 4)))
         except Exception:  # tiles that do not fit are no news

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None = None) -> int:
@@ -36,12 +37,17 @@ def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None 
             f"nothing to check here: {reason}. Without a GPU, `temper bench --count` counts what the kernels would "
             "move, and the tests run them in Triton's interpreter and compile them (docs/gpu.md)"
         )
-    report = measure.report(rounds)
-    tiles = measure.tune(rounds) if tune is not None and report["is_right"] else None
-    for path, content in ((out, report), (tune, tiles)):
-        if path is not None and content is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, json.dumps(content, indent=1) + "\n")
+
+    def write(path: Path, content: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(content, indent=1) + "\n")
+
+    # What is right is written before anything is timed: whatever ends the process then, there is a file to send in.
+    report = measure.report(rounds, keep=lambda found: write(out, found))
+    write(out, report)
     measure.show(report)
-    print(f"report: {out}" + (f"\ntiles: {tune}" if tiles is not None else ""))
+    print(f"report: {out}")
+    if tune is not None and report["is_right"]:
+        write(tune, measure.tune(rounds))
+        print(f"tiles: {tune}")
     return 0 if report["is_right"] else 1
