@@ -1,5 +1,6 @@
 """When the Triton kernels run, what torch does with them, and what happens where they cannot be trusted."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ import temper
 from temper.norm import GAINS
 from temper.ops import backend, gpu
 from temper.ops.gpu import check, fold_check, launch, tiles
+from temper.ops.plan import SiteSpec
 from temper_lab.bench import gpu as measure
 from temper_lab.cli.gpu_check import gpu_check
 from test_fold import Site
@@ -240,6 +242,16 @@ def test_the_self_check_runs_every_loop(num_streams, monkeypatch):
                 assert given["TILES"] >= 3, (target, name)
                 assert given["TILES"] * given["BT"] < check.TOKENS, (target, name)
     assert {"project", "write_project", "heads_backward", "maps_backward", "streams_backward"} <= seen
+
+
+def test_a_remembered_check_makes_no_spec(site, monkeypatch):
+    """Every forward pass of every site asks for it."""
+    ask = functools.partial(check.passes, site.spec, site.mixer, torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(check, "_difference", lambda *_: None)
+    monkeypatch.setattr(check, "_found", {})
+    assert ask()
+    monkeypatch.setattr(SiteSpec, "__post_init__", None)
+    assert ask()
 
 
 @pytest.mark.parametrize(

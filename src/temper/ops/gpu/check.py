@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,8 @@ def passes(spec: SiteSpec, mixer: Mixer, dtype: torch.dtype, device: torch.devic
 passes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+# Every forward pass of a site asks for it.
+@lru_cache(maxsize=1024)
 def checked(spec: SiteSpec) -> SiteSpec:
     """The spec of the case that stands for a spec."""
     # The number of features is a run-time number to the kernels, except for what it is modulo 16. More than one program
