@@ -6,6 +6,7 @@ worked perfectly within an operation and not at all between operations; views an
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -184,13 +185,22 @@ def floors(num_streams: int) -> dict[str, int]:
     return {"unchained": 8 * num_streams + 5, "chained": 6 * num_streams + 5}
 
 
-def rows(methods: Iterable[str], streams: Iterable[int], widths: Iterable[int] = WIDTHS) -> list[dict[str, Any]]:
-    """One row for every method, number of streams, width and backend that the kernels support."""
-    wanted = [(str(m), n, d) for m in parse_all(methods) for n in streams for d in widths if _is_served(str(m), n, d)]
+def rows(
+    methods: Iterable[str], streams: Iterable[int], widths: Iterable[int] = WIDTHS
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """One row for every method, number of streams, width and backend that the kernels support, and what they do not."""
+    widths = tuple(widths)
+    wanted: list[tuple[str, int, int]] = []
+    skipped: list[dict[str, Any]] = []
+    for method, num_streams in itertools.product(map(str, parse_all(methods)), tuple(streams)):
+        reason = _unserved(method, num_streams, widths[0])
+        if reason is None:
+            wanted += [(method, num_streams, dim) for dim in widths]
+        else:
+            skipped.append({"method": method, "streams": num_streams, "reason": reason})
     if not wanted:
-        raise ValueError(
-            "none of these methods and numbers of streams runs on the GPU kernels, so there is nothing to count"
-        )
+        reasons = "; ".join(left_out(skipped))
+        raise ValueError(f"none of these runs on the GPU kernels, so there is nothing to count: {reasons}")
     found = []
     for method, num_streams, dim in wanted:
         site = _Site.make(method, num_streams, dim)
@@ -206,17 +216,26 @@ def rows(methods: Iterable[str], streams: Iterable[int], widths: Iterable[int] =
             found.append(
                 row | total._asdict() | {"units": total.bytes / unit, "of streams": total.large / unit, "floor": floor}
             )
-    return found
+    return found, skipped
 
 
-def _is_served(method: str, num_streams: int, dim: int) -> bool:
-    config = Method.parse(method).config(num_streams, dim)
-    if config.is_residual:
-        return False
-    with torch.device("meta"):
-        router = temper.HyperConnection(config)
+def _unserved(method: str, num_streams: int, dim: int) -> str | None:
+    """Why there is no such site on the GPU kernels; None if there is."""
+    try:
+        config = Method.parse(method).config(num_streams, dim)
+        if config.is_residual:
+            return "it is a plain residual connection"
+        with torch.device("meta"):
+            router = temper.HyperConnection(config)
+    except ValueError as error:
+        return str(error)
     assert router.spec is not None
-    return gpu_kernels.unserved(router.spec, router.mixer, torch.bfloat16) is None
+    return gpu_kernels.unserved(router.spec, router.mixer, torch.bfloat16)
+
+
+def left_out(skipped: Iterable[dict[str, Any]]) -> list[str]:
+    """What is not counted, and why."""
+    return [f"{entry['method']} at N={entry['streams']}: {entry['reason']}" for entry in skipped]
 
 
 def share(gpu: Device, dim: int, moved: float, launches: float = 0) -> float:

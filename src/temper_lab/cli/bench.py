@@ -104,13 +104,15 @@ def _count(methods: list[str], streams: list[int], as_json: bool, plot: Path | N
         raise ValueError("--count draws no figure: leave --plot out")
     if out is not None and out.is_dir():
         raise ValueError(f"cannot write JSON to {out}: it is a folder")
-    found = count.rows(methods, streams)
-    text = json.dumps({"tokens": count.TOKENS, "rows": found}, indent=2)
+    found, skipped = count.rows(methods, streams)
+    text = json.dumps({"tokens": count.TOKENS, "rows": found, "skipped": skipped}, indent=2)
     if out is not None:
         from temper_lab.io import atomic_write
 
         atomic_write(out, text + "\n")
     print(text if as_json else count.tables(found))
+    if skipped and not as_json:
+        print("", *(f"not counted: {line}" for line in count.left_out(skipped)), sep="\n")
 
 
 def _check_targets(setting: Setting, plot: Path | None, out: Path | None) -> None:
