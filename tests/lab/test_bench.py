@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import temper
 from temper.ops import fused
+from temper.ops.plan import MIXER_KINDS
 from temper_lab.bench import Setting, cases, count, gpu
 from temper_lab.bench.benchmark import ahead_of_peers
 from temper_lab.bench.cases import RESIDUAL, Case, Stack, branches, sort_out
@@ -258,10 +259,49 @@ def test_what_is_wrong_is_said_in_one_line(arguments, message, capsys):
     assert captured.out == ""
 
 
-def test_the_cases_of_a_gpu_check_are_presets():
+def test_a_gpu_check_has_a_case_of_everything():
+    """Every mixer that kernels know with its options, every padding of N, and as many tokens as are timed."""
     cases = gpu.full().cases
-    assert len(cases) > 8
-    assert {case[0] for case in cases} <= set(temper.PRESETS)
+    assert {case.preset for case in cases} <= set(temper.PRESETS)
+    kinds, turned, has_tol = set(), set(), set()
+    for case in cases:
+        with torch.device("meta"):
+            config = temper.preset(case.preset, num_streams=case.num_streams, dim=case.dim, **case.options)
+            mixer = temper.HyperConnection(config).spec.mixer
+        kinds.add(mixer.kind)
+        turned |= {mixer.kind} if mixer.last_columns else set()
+        has_tol.add(mixer.tol > 0)
+    assert kinds == set(MIXER_KINDS)
+    assert turned == {"sinkhorn", "guarded", "newton"}
+    assert has_tol == {True, False}
+    assert {2, 3, 4, 6, 8, 12, 16} == {case.num_streams for case in cases}
+    assert {4, 8} == {case.num_streams for case in cases if case.tokens == 8192}
+    assert {4, 8, 16} == {case.num_streams for case in cases if case.other_y}
+
+
+def test_a_gpu_check_runs_its_cases_as_they_are(monkeypatch):
+    seen = []
+
+    def results(given, spec):
+        seen.append((spec.mixer.kind, given["y"].dtype))
+        return {"d_y": given["y"]}
+
+    monkeypatch.setattr(gpu.check, "results", results)
+    monkeypatch.setattr(gpu.check, "definition", lambda given, *_: {"d_y": given["y"].double() + 1e-3})
+    monkeypatch.setattr(gpu.fold_check, "results", lambda case: {})
+    monkeypatch.setattr(gpu.fold_check, "definition", lambda case: {})
+    case = ("temper-cp", 3, 8, 5, {"mixer": {"name": "sinkhorn", "method": "newton"}})
+    setting = gpu.Setting(torch.device("cpu"), (case, (*case[:4], {}, True)), ())
+    found = gpu.report(1, setting)["right"]
+    assert seen[::2] == [
+        ("newton", torch.float32),
+        ("newton", torch.bfloat16),
+        ("sinkhorn", torch.bfloat16),
+        ("sinkhorn", torch.float32),
+    ]
+    # What is rounded to bfloat16 may be off by more.
+    assert [row["is_right"] for row in found] == [False, True, True, True]
+    assert found[0]["mixer"]["method"] == "newton"
 
 
 def test_counted_traffic_keeps_its_limits_and_is_what_the_docs_say():

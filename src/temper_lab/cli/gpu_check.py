@@ -8,7 +8,7 @@ from typing import Any
 
 
 def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None = None) -> int:
-    """Check the Triton kernels on this GPU, then time them; takes about five minutes and writes one file to send in.
+    """Check the Triton kernels on this GPU, then time them; takes some ten minutes and writes one file to send in.
 
     Every operation is compared with its definition in float64, outputs and gradients, and run twice for equal bits. If
     one is wrong nothing is timed, and the exit code is 1. Then every operation is timed with a cold cache, beside
