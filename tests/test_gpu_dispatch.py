@@ -276,33 +276,38 @@ def test_the_gradient_of_few_map_rows_takes_no_pass_of_its_own(num_streams, gene
     assert len(shaped) == passes + 1
 
 
-@pytest.fixture
-def only_read(monkeypatch):
-    """Lets `launch.run` do one thing: `read` writes a 1, or what `read.wrong` has for its tile."""
+def test_tuning_times_one_kernel_and_takes_no_tile_that_is_wrong(monkeypatch):
+    wrong, runs, timed = {32: float("nan"), 128: 2.0}, [], []
 
-    def kernel(x, BD, **_):
-        x.fill_(kernel.wrong.get(BD, 1.0))
-        kernel.runs.append(BD)
+    def kernel(x, name, dim, BD=0):
+        x.fill_(wrong.get(BD, 1.0))
+        runs.append((name, dim, BD))
 
     def results(case, spec):
-        x, tile = torch.zeros(3), tiles.tile("read", 4, "sm_90")
-        launch.run(launch.Launch("read", (1,), {"x": x, "BD": tile.features}, 4, 3))
+        x = torch.zeros(3)
+        launch.run(launch.Launch("write", (1,), {"x": x, "name": "write", "dim": spec.dim}, 4, 3))
+        features = tiles.tile("read", 4, "sm_90").features
+        launch.run(launch.Launch("read", (1,), {"x": x, "name": "read", "dim": spec.dim, "BD": features}, 4, 3))
         return {"x": x}
 
-    kernel.wrong, kernel.runs = {}, []
-    monkeypatch.setattr(launch, "resolve", lambda entry: ({(1,): lambda **given: kernel(**given)}, entry.arguments))
+    def clock(call, *_):
+        del runs[:]
+        call()
+        timed.extend(runs)
+        # The earlier the faster.
+        return [len(timed)]
+
+    def resolve(entry):
+        return {(1,): lambda num_warps, num_stages, **given: kernel(**given)}, entry.arguments
+
+    monkeypatch.setattr(launch, "resolve", resolve)
     monkeypatch.setattr(check, "results", results)
-    return kernel
-
-
-def test_tuning_takes_no_tile_that_is_wrong(only_read, monkeypatch):
+    monkeypatch.setattr(measure, "clock", clock)
     monkeypatch.setattr(measure, "_TRIED", {"read": [(4, features, 4, 3) for features in (32, 128, 64, 16)]})
-    # The earlier the faster.
-    monkeypatch.setattr(measure, "clock", lambda call, *_: (call(), [len(only_read.runs)])[1])
-    only_read.wrong = {32: float("nan"), 128: 2.0}
-    setting = measure.Setting(torch.device("cpu"), (), ((4, 16, 5),))
-    found = measure.tune(1, setting)["tiles"]["sm_90"]
+    found = measure.tune(1, measure.Setting(torch.device("cpu"), (), ((4, 16, 5), (4, 32, 5))))["tiles"]["sm_90"]
     assert found == [{"streams": 4, "kernel": "read", "tile": [4, 64, 4, 3]}]
+    # At the larger size, and nothing but the kernel whose tile it is.
+    assert timed == [("read", 32, 64), ("read", 32, 16)]
 
 
 class Lost(torch.Tensor):

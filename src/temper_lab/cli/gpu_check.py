@@ -20,7 +20,8 @@ def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None 
     Args:
         out: The report, as JSON.
         rounds: The number of times each operation is timed; medians are reported.
-        tune: Try other tile sizes too, and write the fastest to this file for the variable TEMPER_TILES.
+        tune: Try other tile sizes too, and write the fastest to this file for the variable TEMPER_TILES. Takes half an
+            hour more, to compile some 1,200 kernels.
     """
     from temper.ops import gpu
     from temper_lab.bench import gpu as measure
