@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,9 +58,12 @@ def site():
 
 @pytest.fixture
 def _fresh():
-    gpu._obstacle.cache_clear()
+    caches = (gpu._obstacle, gpu._age, gpu._warn)
+    for cached in caches:
+        cached.cache_clear()
     yield
-    gpu._obstacle.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.mark.usefixtures("_fresh")
@@ -68,6 +72,9 @@ def test_without_triton_or_a_gpu_the_others_run(site, monkeypatch, has_triton):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_triton else None)
     with temper.use_backend("triton"):
         streams = torch.randn(3, 4, 16)
+        with pytest.warns(RuntimeWarning, match="Triton kernels were asked for"):
+            backend.choose(streams, site.spec, site.mixer)
+        # Once: another warning would be an error.
         assert backend.choose(streams, site.spec, site.mixer) is backend.BACKENDS["cpu"]
         assert site(streams.requires_grad_()) if site.branch else True
     info = temper.list_backends()[0]
@@ -77,14 +84,38 @@ def test_without_triton_or_a_gpu_the_others_run(site, monkeypatch, has_triton):
     assert "not yet run on a GPU by us" in str(info)
 
 
+@pytest.mark.usefixtures("_fresh")
+def test_a_gpu_too_old_for_the_kernels_is_not_asked_about_the_others(site, monkeypatch):
+    """The streams need not be on the current one."""
+    ages = {0: (7, 0), 1: (9, 0)}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(ages))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: ages[device.index if device else 0])
+    monkeypatch.setattr(check, "passes", lambda *_: True)
+    tiles._target.cache_clear()
+    old, new = (SimpleNamespace(dtype=torch.float32, device=torch.device("cuda", index)) for index in ages)
+    assert "older" in gpu.refusal(site.spec, site.mixer, old, True)
+    assert gpu.refusal(site.spec, site.mixer, new, True) is None
+    ages[1] = (7, 5)
+    gpu._age.cache_clear()
+    gpu._obstacle.cache_clear()
+    tiles._target.cache_clear()
+    assert "every GPU" in gpu.unavailable()
+
+
+@pytest.mark.usefixtures("_fresh")
 def test_compilers_take_what_is_known_of_the_machine_as_constants():
     """Rather than trace the search for triton and the questions to the driver; a cached function would be a warning."""
 
     @torch.compile(fullgraph=True, backend="eager")
     def run(x):
-        return x + (1 if gpu.unavailable() else 2) + len(tiles.target_of(x.device))
+        gpu.warn_if_unavailable()
+        known = gpu.unavailable() or gpu.too_old(x.device)
+        return x + (1 if known else 2) + len(tiles.target_of(x.device))
 
-    assert run(torch.zeros(3)).tolist() == [6.0] * 3
+    with pytest.warns(RuntimeWarning, match="Triton kernels were asked for"):
+        assert run(torch.zeros(3)).tolist() == [6.0] * 3
 
 
 def test_distributed_streams_are_left_to_torch(site, monkeypatch):
@@ -337,6 +368,7 @@ def test_a_report_is_written_before_anything_is_timed(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    monkeypatch.setattr(gpu, "too_old", lambda device: None)
     monkeypatch.setattr(measure, "full", lambda: measure.Setting(torch.device("cpu"), (), ()))
     monkeypatch.setattr(measure, "fast", stop)
     with pytest.raises(KeyboardInterrupt):

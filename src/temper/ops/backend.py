@@ -219,6 +219,9 @@ def choose(streams: Tensor, spec: SiteSpec, mixer: Mixer) -> Backend:
     asked = _asked or os.environ.get(VARIABLE) or "auto"
     if asked != "auto" and asked not in BACKENDS:
         raise unknown(f"backend in {VARIABLE}", asked, ["auto", *BACKENDS])
+    if asked == gpu.name:
+        # Without a GPU streams are elsewhere, and nothing would ask the kernels.
+        gpu.warn_if_unavailable()
     is_reached, device = asked == "auto", streams.device.type
     for name, backend in BACKENDS.items():
         is_reached = is_reached or name == asked

@@ -23,6 +23,8 @@ def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None 
         tune: Try other tile sizes too, and write the fastest to this file for the variable TEMPER_TILES. Takes half an
             hour more, to compile some 1,200 kernels.
     """
+    import torch
+
     from temper.ops import gpu
     from temper_lab.bench import gpu as measure
     from temper_lab.io import atomic_write
@@ -32,7 +34,7 @@ def gpu_check(out: Path = Path("gpu.json"), rounds: int = 20, tune: Path | None 
     for path in (out, tune):
         if path is not None and path.is_dir():
             raise ValueError(f"cannot write to {path}: it is a folder")
-    reason = gpu.unavailable()
+    reason = gpu.unavailable() or gpu.too_old(torch.device("cuda"))
     if reason is not None:
         raise ValueError(
             f"nothing to check here: {reason}. Without a GPU, `temper bench --count` counts what the kernels would "

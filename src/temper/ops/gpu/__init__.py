@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +38,7 @@ def refusal(spec: SiteSpec, mixer: Mixer, streams: Tensor, asked: bool) -> str |
     # The operators accept tracers' tensor types; a DTensor's memory is elsewhere.
     if type(streams) is not Tensor and hasattr(streams, "device_mesh"):
         return "the streams are distributed (a DTensor)"
-    reason = unavailable() or unserved(spec, mixer, streams.dtype)
+    reason = unavailable() or too_old(streams.device) or unserved(spec, mixer, streams.dtype)
     if reason is not None:
         return reason
     target = tiles.target_of(streams.device)
@@ -73,9 +74,20 @@ def _obstacle() -> str | None:
         return "triton is not installed; a torch built for GPUs brings it"
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    if not torch.version.hip and torch.cuda.get_device_capability() < OLDEST:
-        return "the GPU is older than compute capability 8.0"
+    if all(_age(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
+        return "every GPU is older than compute capability 8.0"
     return None
+
+
+@lru_cache(maxsize=64)
+def _age(device: torch.device) -> str | None:
+    is_old = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < OLDEST
+    return "the GPU is older than compute capability 8.0" if is_old else None
+
+
+def too_old(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this GPU, where they can on others; None if they can."""
+    return _age(device)
 
 
 def unavailable() -> str | None:
@@ -86,6 +98,27 @@ def unavailable() -> str | None:
 # The effect of torch.compiler.assume_constant_result, without importing the compiler. A cached function itself would be
 # traced in spite of it.
 unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+too_old._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _warn() -> None:
+    reason = unavailable()
+    if reason is not None:
+        warnings.warn(
+            f"the Triton kernels were asked for and cannot run here: {reason}. The next backend that can runs instead; "
+            "temper.list_backends() shows which there are",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def warn_if_unavailable() -> None:
+    """Warns who asked for the kernels, once in a process, if they can run nothing on this machine."""
+    _warn()
+
+
+warn_if_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def limits() -> list[str]:
