@@ -3,10 +3,14 @@
     python triton_interpreter.py '[{"n": 4, "mixer": "sinkhorn", "dtype": "float64"}]'
 
 prints the errors of every case as JSON. The interpreter keeps bfloat16 as bits and knows nothing of races, so this adds
-real bfloat16, and an error for every address that a launch reads or writes after it wrote it.
+real bfloat16, an error for every address that a launch reads or writes after it wrote it, and one for offsets of tokens
+that would not be large enough for many of them. Tensors end at a page that may not be touched, or begin after one if a
+second argument says `start`.
 """
 
 import ctypes
+import functools
+import inspect
 import json
 import mmap
 import os
@@ -69,6 +73,22 @@ def mend_bfloat16():
     builder.create_fp_to_fp, builder.binary_op = new_convert, new_binary
 
 
+def look_once():
+    """Without this the interpreter looks through all of triton.language in every call inside a kernel."""
+
+    @functools.cache
+    def builtins_of(package):
+        return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+    def new_patch(package, builder, scope):
+        for name in builtins_of(package):
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = new_patch
+
+
 class RaceError(AssertionError):
     pass
 
@@ -103,16 +123,63 @@ def detect_races():
     grid.__call__, builder.create_masked_load, builder.create_masked_store = new_call, new_load, new_store
 
 
+class OffsetError(AssertionError):
+    pass
+
+
+def check_offsets():
+    """Offsets from the start of a tensor with tokens have 64 bits: T N D may be more than 2^31."""
+    builder, grid = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    call, step, splat = grid.__call__, builder.create_addptr, builder.create_splat
+    convert, starts = interpreter._implicit_cvt, {}
+
+    def new_call(self, *args, **kwargs):
+        starts.clear()
+        kernel = self.fn.__name__
+        # Weights and sums over tokens, in which another size may happen to be T.
+        others = {"maps", "bias", "table", "out" if kernel.startswith("route") else "parts"}
+        for name, value in kwargs.items():
+            # (T, ..) or (splits, T, ..).
+            if name not in others and isinstance(value, torch.Tensor) and kwargs.get("T") in value.shape[:2]:
+                starts[value.data_ptr()] = f"{name} of {kernel}"
+        return call(self, *args, **kwargs)
+
+    def new_convert(value):
+        converted = convert(value)
+        if isinstance(value, torch.Tensor) and value.data_ptr() in starts:
+            converted.handle.set_attr("start of", starts[value.data_ptr()])
+        return converted
+
+    def new_splat(self, kind, scalar):
+        block = splat(self, kind, scalar)
+        block.attr.update(scalar.attr)
+        return block
+
+    def new_step(self, pointer, offset):
+        stepped = step(self, pointer, offset)
+        if "start of" in pointer.attr and offset.dtype.scalar.primitive_bitwidth < 64:
+            if offset.data.size > 1:
+                raise OffsetError(f"offsets into {pointer.attr['start of']} do not have 64 bits")
+            # One number, such as where a split begins; tokens come later.
+            stepped.attr.update(pointer.attr)
+        return stepped
+
+    grid.__call__, builder.create_addptr, builder.create_splat = new_call, new_step, new_splat
+    interpreter._implicit_cvt = new_convert
+
+
+_protect = ctypes.CDLL(None).mprotect
+_protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
 def guarded(like, at_end):
     """A copy of a tensor that ends (or begins) at a page that may not be touched."""
     size, page = like.numel() * like.element_size(), mmap.PAGESIZE
     pages = -(-size // page)
     memory = mmap.mmap(-1, (pages + 2) * page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + page
-    protect = ctypes.CDLL(None).mprotect
-    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for place in (start - page, start + pages * page):
-        assert protect(place, page, 0) == 0
+        assert _protect(place, page, 0) == 0
     if not size:
         return like.clone()
     offset = page + (pages * page - size if at_end else 0)
@@ -121,31 +188,41 @@ def guarded(like, at_end):
 
 
 def guard_everything(at_end):
-    """From now on, everything that kernels get and allocate lies beside such a page, and starts as NaN."""
-    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
+    """Every launch gets its tensors beside such pages, and what nobody has written is NaN."""
+    # The setting fills what torch allocates.
+    torch.use_deterministic_algorithms(True)
+    call = interpreter.GridExecutor.__call__
 
-    def beside(tensor):
-        return guarded(tensor.fill_(torch.nan), at_end)
+    @torch.no_grad()
+    def new_call(self, **arguments):
+        # By address: a kernel may write over what it reads.
+        copies = {}
 
-    torch.empty = lambda *args, **kwargs: beside(empty(*args, **kwargs))
-    torch.empty_like = lambda *args, **kwargs: beside(empty_like(*args, **kwargs))
-    torch.Tensor.new_empty = lambda *args, **kwargs: beside(new_empty(*args, **kwargs))
-    made = check.random_case
-    check.random_case = lambda *args: {name: guarded(value, at_end) for name, value in made(*args).items()}
+        def beside(value):
+            if isinstance(value, tuple):
+                return tuple(map(beside, value))
+            if not isinstance(value, torch.Tensor):
+                return value
+            assert value.is_contiguous()
+            return copies.setdefault(value.data_ptr(), (value, guarded(value, at_end)))[1]
+
+        call(self, **{name: beside(value) for name, value in arguments.items()})
+        for tensor, copy in copies.values():
+            tensor.copy_(copy)
+
+    interpreter.GridExecutor.__call__ = new_call
 
 
-def run_site(n, mixer, dtype, generator="cp", dim=40, tokens=19, guard=None, twice=False, **config):
+def run_site(n, mixer, dtype, generator="cp", dim=40, tokens=19, twice=False, **config):
     """Every operation, unchained and chained; with `twice`, also whether bits are the same and tokens independent."""
     dtype = getattr(torch, dtype)
-    if guard is not None:
-        guard_everything(guard == "end")
     site = cases.make(mixer, n, dim, 1, generator=generator, dtype=dtype, **config)
     case = check.random_case(site.spec, dtype, HERE, tokens)
     got = check.results(case, site.spec)
     want = check.definition(case, site.spec, site.mixer)
     errors = check.worst(got, want)
     if dtype == torch.float32:
-        # Beyond those of plain torch in float32: where a sum cancels, they alone are more than 1e-6 of the largest entry.
+        # Beyond those of plain torch in float32: where a sum cancels, they alone are more than 1e-6 of the largest.
         plain = check.worst(check.definition(case, site.spec, site.mixer, dtype), want)
         errors = {name: error - plain[name] for name, error in errors.items()}
     if twice:
@@ -255,7 +332,7 @@ def step_too_far():
         i = tl.arange(0, BLOCK)
         tl.store(target + i, tl.load(source + i))
 
-    copy[(1,)](guarded(torch.ones(60), True), torch.empty(64), 64)
+    copy[(1,)](source=torch.ones(60), target=torch.empty(64), BLOCK=64)
 
 
 RUNS = {
@@ -271,6 +348,7 @@ RUNS = {
 def setup():
     torch.set_num_threads(1)
     mend_bfloat16()
+    look_once()
     tiles.elsewhere, operators.DEVICE = tiles.SMALL, "cpu"
     # Few programs, so that some take several tiles of tokens.
     launch.ENOUGH = 6
@@ -279,8 +357,10 @@ def setup():
 
 if __name__ == "__main__":
     setup()
+    detect_races()
+    check_offsets()
+    guard_everything(at_end="start" not in sys.argv[2:])
     if sys.argv[1] == "step too far":
         step_too_far()
         sys.exit()
-    detect_races()
     json.dump([RUNS[case.pop("run", "site")](**case) for case in json.loads(sys.argv[1])], sys.stdout)
