@@ -73,6 +73,9 @@ def assert_fit(rows, registers=REGISTERS):
 def test_every_kernel_compiles_and_fits(target):
     rows = build(target, {"n": 4})
     assert {row["kernel"] for row in rows} == KERNELS
+    # A number that is one is compiled in, unless the kernel is not to be specialized for it.
+    ones = {row["kernel"]: row["ones"] for row in rows if row.get("ones")}
+    assert ones == {"project": ["BLOCKS"], "maps_backward": ["BLOCKS"]}
     assert_fit(rows)
 
 
@@ -97,7 +100,5 @@ def test_every_kernel_of_every_number_of_streams_fits(n, target, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_amd_compiles(n):
-    rows = build("gfx942", {"n": n})
-    assert not [row for row in rows if "error" in row]
-    assert_fit([row for row in rows if row["spills"] == 0], registers=256)
+def test_every_kernel_fits_an_amd_gpu(n):
+    assert_fit(build("gfx942", {"n": n}), registers=256)

@@ -68,8 +68,12 @@ def source_of(entry):
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             return POINTERS[value.dtype]
-        if value % 16 == 0 and not kernel.params[path[0]].do_not_specialize:
-            attributes[path] = [["tt.divisibility", 16]]
+        if not kernel.params[path[0]].do_not_specialize:
+            if value == 1:
+                constants[path] = 1
+                return "constexpr"
+            if value % 16 == 0:
+                attributes[path] = [["tt.divisibility", 16]]
         return "i32"
 
     for k, parameter in enumerate(kernel.params):
@@ -100,6 +104,8 @@ def _build(entry, source, target):
     options = {"num_warps": entry.warps, "num_stages": entry.stages}
     done = triton.compile(source, target=gpu, options=options)
     row = {"kernel": entry.kernel, "target": target, "shared": done.metadata.shared, "warps": entry.warps}
+    names = {(k,): parameter.name for k, parameter in enumerate(source.fn.params) if not parameter.is_constexpr}
+    row["ones"] = [names[path] for path, value in source.constants.items() if path in names and value == 1]
     row["precisions"] = sorted(set(re.findall(r"inputPrecision = (\w+)", done.asm["ttir"])))
     if "cubin" not in done.asm:
         text = done.asm["amdgcn"]
