@@ -234,7 +234,7 @@ def _unserved(method: str, num_streams: int, dim: int) -> str | None:
 
 
 def left_out(skipped: Iterable[dict[str, Any]]) -> list[str]:
-    """What is not counted, and why."""
+    """A line for everything that is not counted, with the reason."""
     return [f"{entry['method']} at N={entry['streams']}: {entry['reason']}" for entry in skipped]
 
 
