@@ -93,11 +93,13 @@ _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
         (8, "write_project"): Tile(16, 16, 8, 1),
     },
 }
-# For float32 streams, by NP. Elsewhere they take half as many features as bfloat16, which makes the same bytes.
-_FLOAT32: dict[tuple[int, str], Tile] = {
+# For float32 streams, by NP, or None for all. Elsewhere they take half as many features as bfloat16, which makes the same bytes.
+_FLOAT32: dict[tuple[int | None, str], Tile] = {
+    (None, "maps_backward"): Tile(64, 64, 8),
+    (4, "write_project"): Tile(16, 16, 8, 2),
+    (4, "streams_write_backward"): Tile(16, 16, 8, 1),
     (8, "write_backward"): Tile(4, 32),
     (16, "write_backward"): Tile(1, 32),
-    (16, "maps_backward"): Tile(64, 64, 8),
 }
 # Chained kernels that do not fit with float32 streams, which take three products each; the two parts run instead.
 _TOO_LARGE = {(8, "write_project"), (16, "write_project"), (16, "streams_write_backward")}
@@ -148,7 +150,7 @@ def tile(name: str, padded: int, target: str, wide_streams: bool = False) -> Til
         raise KeyError(f"no tile for {name} with {padded} streams on {target}")
     if wide_streams and target != SMALL and name not in _tried:
         halved = found._replace(features=found.features // 2) if found.features > 16 else found
-        found = _FLOAT32.get((padded, name), halved)
+        found = _FLOAT32.get((padded, name)) or _FLOAT32.get((None, name), halved)
     return found
 
 
