@@ -86,7 +86,10 @@ _ALWAYS = {
 }
 # Exceptions for single targets: by NP, or None for all.
 _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
-    "sm_80": {(None, "maps_backward"): Tile(64, 128, 8)},
+    "sm_80": {
+        (None, "maps_backward"): Tile(64, 128, 8),
+        (4, "streams_backward"): Tile(16, 64, 8, 1),
+    },
     "sm_100": {
         (None, "project"): Tile(32, 64, 2),
         (8, "write_backward"): Tile(2, 128),
