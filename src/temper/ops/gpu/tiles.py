@@ -99,8 +99,11 @@ _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
 # For float32 streams, by NP, or None for all. Elsewhere they take half as many features as bfloat16, which makes the same bytes.
 _FLOAT32: dict[tuple[int | None, str], Tile] = {
     (None, "maps_backward"): Tile(64, 64, 8),
+    (None, "project"): Tile(64, 32),
     (4, "write_project"): Tile(16, 16, 8, 2),
     (4, "streams_write_backward"): Tile(16, 16, 8, 1),
+    (8, "streams_write_backward"): Tile(16, 16, 16, 1),
+    (8, "read_backward"): Tile(2, 128),
     (8, "write_backward"): Tile(4, 32),
     (16, "write_backward"): Tile(1, 32),
 }
