@@ -96,7 +96,8 @@ _OTHERWISE: dict[str, dict[tuple[int | None, str], Tile]] = {
         (8, "write_project"): Tile(16, 16, 8, 1),
     },
 }
-# For float32 streams, by NP, or None for all. Elsewhere they take half as many features as bfloat16, which makes the same bytes.
+# For float32 streams, by NP, or None for all. Elsewhere they take half as many features as bfloat16, which makes the
+# same bytes.
 _FLOAT32: dict[tuple[int | None, str], Tile] = {
     (None, "maps_backward"): Tile(64, 64, 8),
     (None, "project"): Tile(64, 32),
